@@ -15,11 +15,11 @@ from pathlib import Path
 import numpy as np
 import torch
 
-# %% ../nbs/00_core.ipynb #144d0119
+# %% ../nbs/00_core.ipynb #5bbf124f
 class SomaError(Exception):
     "Something the user can put right: one line that says what is wrong and what to do."
 
-# %% ../nbs/00_core.ipynb #83f415cf
+# %% ../nbs/00_core.ipynb #2397c8f4
 V = 256  # vocabulary: one symbol per byte
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class ModelConfig:
     @property
     def projected(self)->bool: "Input and output projections exist exactly when d ≠ d_E."; return self.d != self.d_E
 
-# %% ../nbs/00_core.ipynb #f51f961f
+# %% ../nbs/00_core.ipynb #c04cb022
 @dataclass(frozen=True)
 class TrainConfig:
     "One training run. Defaults: Table 1 and Appendix E."
@@ -74,14 +74,14 @@ class TrainConfig:
         for name, known in dict(schedule=("plateau", "cosine"), head=("frozen", "delta")).items():
             if getattr(self, name) not in known: raise SomaError(f"{name} = {getattr(self, name)!r}: choose one of {', '.join(known)}")
 
-# %% ../nbs/00_core.ipynb #2c040fef
+# %% ../nbs/00_core.ipynb #1e258264
 PRESETS = dict(
     paper=TrainConfig(lr=2.5e-3, eps=2.5e-3, head="delta"),
     small=TrainConfig(P=16, B=16, T=64, lr=5e-3, eps=3e-3, schedule="cosine", head="delta"),
     smoke=TrainConfig(updates=20, P=4, B=4, T=32, lr=5e-3, eps=3e-3, schedule="cosine", head="delta", judge_every=10, judge_windows=8, tile=4),
 )
 
-# %% ../nbs/00_core.ipynb #a8fac6d5
+# %% ../nbs/00_core.ipynb #138338f6
 def as_config(x)->dict:
     "A dataclass, or a dict of them, as plain JSON values."
     if hasattr(x, "__dataclass_fields__"): return asdict(x)
@@ -91,7 +91,7 @@ def canonical_json(x)->str: "One spelling per value: sorted keys, no spaces, no 
 
 def run_id(config)->str: "12 hex digits that name a configuration."; return hashlib.sha256(canonical_json(config).encode()).hexdigest()[:12]
 
-# %% ../nbs/00_core.ipynb #13a4bbd8
+# %% ../nbs/00_core.ipynb #68850a93
 _M0, _M1, _W0, _W1, _MASK = 0xD2511F53, 0xCD9E8D57, 0x9E3779B9, 0xBB67AE85, 0xFFFFFFFF
 
 def _mulhilo(a:int, b:torch.Tensor)->tuple:
@@ -112,7 +112,7 @@ def philox(c0, c1, c2, c3,  # counter words: ints, or int64 tensors that broadca
         k0, k1 = (k0 + _W0) & _MASK, (k1 + _W1) & _MASK
     return c0, c1, c2, c3
 
-# %% ../nbs/00_core.ipynb #9700a8c5
+# %% ../nbs/00_core.ipynb #b2cd0edd
 STREAMS = dict(probe=0, gaussian=1, batch=2, window=3, init=4, sample=5)  # counter word 3: what a number is for
 
 @dataclass(frozen=True)
@@ -148,7 +148,7 @@ def derive_seed(seed:int, *names)->int:
     "A 32-bit seed for a named part of a run: equal names give equal seeds, different names independent ones."
     return int.from_bytes(hashlib.sha256(canonical_json([seed, *names]).encode()).digest()[:4], "little")
 
-# %% ../nbs/00_core.ipynb #43474cef
+# %% ../nbs/00_core.ipynb #8fe86ea4
 def make_dir(path, what:str="--out")->Path:
     "Create a folder (and its parents); a clear error when something is in the way."
     path = Path(path)
@@ -192,7 +192,7 @@ def sha256_file(path)->str:
     "Hex sha256 of a file, read in pieces."
     with open(path, "rb") as f: return hashlib.file_digest(f, "sha256").hexdigest()
 
-# %% ../nbs/00_core.ipynb #359c6e6d
+# %% ../nbs/00_core.ipynb #8f05aa05
 def choose_device(name:str="cpu")->torch.device:
     "A torch device that exists, or a clear error: `cpu`, `cuda`, `cuda:1`, `mps`."
     try: device = torch.device(name); torch.empty(1, device=device)
@@ -204,7 +204,7 @@ def set_threads(n:int|None):
     if n is not None and n < 1: raise SomaError(f"--threads {n}: must be at least 1")
     if n: torch.set_num_threads(n)
 
-# %% ../nbs/00_core.ipynb #58944366
+# %% ../nbs/00_core.ipynb #1535db94
 def _git(*args)->str:
     try: return subprocess.run(["git", "-C", str(Path(__file__).parent), *args], capture_output=True, text=True, timeout=10).stdout.strip()
     except (OSError, subprocess.SubprocessError, NameError): return ""
@@ -218,7 +218,7 @@ def provenance(**more)->dict:
                 machine=platform.machine(), cores=os.cpu_count(), threads=torch.get_num_threads(),
                 command=" ".join([Path(sys.argv[0]).name, *sys.argv[1:]]), date=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), **more)
 
-# %% ../nbs/00_core.ipynb #9029278a
+# %% ../nbs/00_core.ipynb #a8d4ed30
 COLORS = ["#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#bbbbbb"]
 
 def plot_style()->dict:

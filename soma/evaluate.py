@@ -5,9 +5,9 @@
 # %% auto #0
 __all__ = ['WINDOW', 'READ', 'ROUTED', 'OUTPUTS', 'TARGETS', 'SCORED', 'KEYS', 'LEVELS', 'BASELINES', 'COLUMNS', 'Scores',
            'scored_nats', 'tabulate', 'score', 'ByteTable', 'smoothed', 'count_bytes', 'evaluate', 'shuffle_routes',
-           'resample', 'bootstrap_means', 'same_documents', 'bootstrap', 'paired_difference', 'compressor_nats',
-           'baselines', 'save_scores', 'load_scores', 'save_results', 'format_table', 'label_levels', 'plot_baselines',
-           'plot_scores', 'save_figure']
+           'resample', 'same_documents', 'bootstrap_means', 'bootstrap', 'paired_difference', 'compressor_nats',
+           'baselines', 'save_scores', 'load_scores', 'nulls', 'save_results', 'format_table', 'label_levels',
+           'plot_baselines', 'plot_scores', 'save_figure']
 
 # %% ../nbs/11_evaluate.ipynb #3cf32e3f
 import csv, gzip, io, lzma, math
@@ -21,7 +21,7 @@ from matplotlib.figure import Figure
 
 from .core import COLORS, V, Key, SomaError, atomic_write, derive_seed, plot_style, write_json
 
-# %% ../nbs/11_evaluate.ipynb #bb902edc
+# %% ../nbs/11_evaluate.ipynb #cadfa344
 WINDOW = 1025                # bytes of a window
 READ = slice(0, 1024)        # bytes the model reads; the output at position t predicts byte t + 1
 ROUTED = slice(0, 256)       # bytes the router sees
@@ -29,7 +29,7 @@ OUTPUTS = slice(256, 1024)   # output positions whose loss counts
 TARGETS = slice(257, 1025)   # the bytes they predict
 SCORED = 768                 # targets of one window
 
-# %% ../nbs/11_evaluate.ipynb #842f2a32
+# %% ../nbs/11_evaluate.ipynb #78a00fc1
 KEYS = ["document", "source", "windows", "targets"]  # the columns that say what was scored
 
 @dataclass(eq=False)
@@ -46,7 +46,7 @@ class Scores:
     def bits(self)->float: "The same in bits/byte."; return self.nats / math.log(2)
     def __repr__(self): return f"Scores({self.nats:.4f} nats/byte = {self.bits:.4f} bits/byte, {len(self.table):,} documents, {self.targets:,} targets)"
 
-# %% ../nbs/11_evaluate.ipynb #78a00fc1
+# %% ../nbs/11_evaluate.ipynb #de2b826c
 def scored_nats(losses,  # [n, 1024] nats: the loss of byte t + 1 at output position t
                )->np.ndarray:
     "Sum of the 768 losses that count: float64 [n]."
@@ -60,7 +60,7 @@ def tabulate(nats,         # float64 [n]: summed nats of each window
             )->Scores:
     "Add windows up to documents; a loss that is not finite is an error that names its window."
     if len(bad := np.flatnonzero(~np.isfinite(nats))):
-        raise SomaError(f"window {bad[0]} (document {windows.document[bad[0]]}): its loss is not finite, nor is that of {len(bad) - 1} others; this model cannot be scored")
+        raise SomaError(f"window {bad[0]} (document {windows.document[bad[0]]}): its loss is not finite (so in {len(bad)} of {len(nats)} windows); this model cannot be scored")
     rows = pd.DataFrame(dict(document=[str(x) for x in windows.document], source=[str(x) for x in windows.source], nats=nats))
     table = rows.groupby(["document", "source"], sort=True).nats.agg(windows="size", nats=math.fsum).reset_index()
     table["targets"] = table.windows * SCORED
@@ -71,14 +71,14 @@ def score(losses, windows, routes=None)->Scores:
     "Scores of a method from its token losses float64 [n, 1024]."
     return tabulate(scored_nats(losses), windows, routes)
 
-# %% ../nbs/11_evaluate.ipynb #9ebca945
+# %% ../nbs/11_evaluate.ipynb #ac593bfc
 class ByteTable:
     "A language model that is a table of costs: an ensemble of one expert, for baselines."
     N = 1
 
     def __init__(self, nats): self.nats = nats  # float64, broadcastable to [256, 256]: cost of a byte (column) after a byte (row)
 
-    def route(self, windows, k=1)->np.ndarray:
+    def route(self, windows, k:int)->np.ndarray:
         "There is one expert: int64 [n, 1] of zeros."
         return np.zeros((len(windows), 1), np.int64)
 
@@ -90,7 +90,7 @@ def smoothed(counts)->np.ndarray:
     "Costs in nats of add-one-smoothed counts [..., 256]."
     return np.log(counts.sum(-1, keepdims=True) + V) - np.log1p(counts)
 
-# %% ../nbs/11_evaluate.ipynb #4d222292
+# %% ../nbs/11_evaluate.ipynb #a18667eb
 def count_bytes(stream,         # uint8 [bytes]: the training stream, an array or a memory map
                 chunk=1 << 22,  # bytes in memory at a time
                )->tuple:
@@ -105,7 +105,7 @@ def count_bytes(stream,         # uint8 [bytes]: the training stream, an array o
     singles[stream[0]] += 1  # the first byte follows nothing
     return singles, pairs
 
-# %% ../nbs/11_evaluate.ipynb #1bf29d54
+# %% ../nbs/11_evaluate.ipynb #0e28ae37
 def evaluate(ensemble,       # .N, .route(bytes, k) -> int64 [n, k], .token_losses(bytes, routes) -> float64 [n, 1024]
              windows,        # .bytes uint8 [n, 1025], .document [n], .source [n]
              k:int,          # active experts
@@ -123,7 +123,7 @@ def evaluate(ensemble,       # .N, .route(bytes, k) -> int64 [n, k], .token_loss
     nats = [scored_nats(ensemble.token_losses(windows.bytes[i:i + block], routes[i:i + block])) for i in range(0, n, block)]
     return tabulate(np.concatenate(nats), windows, routes)
 
-# %% ../nbs/11_evaluate.ipynb #3bb10f11
+# %% ../nbs/11_evaluate.ipynb #227fcdc1
 def shuffle_routes(routes,    # int64 [n, k]
                    seed:int,  # equal seeds give equal permutations
                   )->np.ndarray:
@@ -132,7 +132,7 @@ def shuffle_routes(routes,    # int64 [n, k]
     order = Key(derive_seed(seed, "shuffle_routes")).uniform("sample", torch.arange(len(routes)))
     return routes[torch.argsort(order, stable=True).numpy()]
 
-# %% ../nbs/11_evaluate.ipynb #2f4b4e05
+# %% ../nbs/11_evaluate.ipynb #5f75b62e
 def resample(n:int,       # units to draw from, and how many make a draw
              draws:range, # which draws
              key:Key,     # where they come from
@@ -141,11 +141,18 @@ def resample(n:int,       # units to draw from, and how many make a draw
     words = key.words("sample", torch.arange(-(-n // 4)), torch.arange(draws.start, draws.stop)[:, None])
     return (torch.stack(words, -1).flatten(1)[:, :n] * n >> 32).numpy()
 
+def same_documents(scores):
+    "A paired comparison needs every method scored on the same bytes."
+    for s in scores[1:]:
+        if not s.table[KEYS].equals(scores[0].table[KEYS]):
+            raise SomaError("paired comparison: the methods were scored on different documents or windows; score all of them on the same windows")
+
+# %% ../nbs/11_evaluate.ipynb #ab731c5c
 def bootstrap_means(scores:list,      # Scores of the same documents
                     draws:int=10_000, # samples
                     seed:int=0,       # names the samples: the same for every method
                     by:str="document",# what is resampled: "document" or "source"
-                    chunk:int=64,     # draws in flight; does not show in the result
+                    chunk:int=1<<15,  # indices in flight (what a core's cache holds); does not show in the result
                    )->np.ndarray:
     "Mean loss of each method in each sample, nats/byte: float64 [methods, draws]; NaN where fewer than two units exist."
     if by not in ("document", "source"): raise SomaError(f"bootstrap by {by!r}: choose document or source")
@@ -155,27 +162,25 @@ def bootstrap_means(scores:list,      # Scores of the same documents
     nats, targets = np.stack([t.nats.to_numpy(np.float64) for t in tables]), tables[0].targets.to_numpy(np.float64)
     means, key, n = np.full((len(scores), draws), np.nan), Key(derive_seed(seed, "bootstrap")), len(targets)
     if n < 2: return means
-    for r in range(0, draws, chunk):
-        index = resample(n, range(r, min(r + chunk, draws)), key)
+    step = max(1, chunk // n)
+    for r in range(0, draws, step):
+        index = resample(n, range(r, min(r + step, draws)), key)
         total = targets[index].sum(1)
-        for m in range(len(scores)): means[m, r:r + chunk] = nats[m][index].sum(1) / total
+        for m in range(len(scores)): means[m, r:r + step] = nats[m][index].sum(1) / total
     return means
 
-def same_documents(scores):
-    "A paired comparison needs every method scored on the same bytes."
-    for s in scores[1:]:
-        if not s.table[KEYS].equals(scores[0].table[KEYS]):
-            raise SomaError("paired comparison: the methods were scored on different documents or windows; score all of them on the same windows")
-
-# %% ../nbs/11_evaluate.ipynb #c291a638
+# %% ../nbs/11_evaluate.ipynb #20cda967
 LEVELS = [0.025, 0.975]  # a 95% interval
 
-def bootstrap(scores:dict,       # method -> Scores, or nats/byte of a method that has no scores per document
-              draws:int=10_000, seed:int=0, by:str="document", chunk:int=64)->pd.DataFrame:
+def bootstrap(scores:dict,        # method -> Scores, or nats/byte of a method that has no scores per document
+              draws:int=10_000,   # samples
+              seed:int=0,         # names the samples
+              by:str="document",  # what is resampled: "document" or "source"
+             )->pd.DataFrame:
     "A row a method: nats/byte with its 95% bootstrap interval, bits/byte, and on how much text (Appendix L)."
     full = {m: s for m, s in scores.items() if isinstance(s, Scores)}
     if not full: raise SomaError("bootstrap: no method has scores per document; evaluate one first")
-    bounds = dict(zip(full, np.quantile(bootstrap_means(list(full.values()), draws, seed, by, chunk), LEVELS, axis=1).T))
+    bounds = dict(zip(full, np.quantile(bootstrap_means(list(full.values()), draws, seed, by), LEVELS, axis=1).T))
     first, rows = next(iter(full.values())), []
     for method, s in scores.items():
         nats, (lo, hi) = s.nats if method in full else float(s), bounds.get(method, (math.nan, math.nan))
@@ -183,13 +188,19 @@ def bootstrap(scores:dict,       # method -> Scores, or nats/byte of a method th
                      "by": by, "units": first.table[by].nunique() if by == "source" else len(first.table)})
     return pd.DataFrame(rows)
 
-def paired_difference(a:Scores, b:Scores, draws:int=10_000, seed:int=0, by:str="document", chunk:int=64)->dict:
+# %% ../nbs/11_evaluate.ipynb #a194372d
+def paired_difference(a:Scores,           # negative differences speak for this one
+                      b:Scores,           # scored on the same windows
+                      draws:int=10_000,   # samples
+                      seed:int=0,         # names the samples
+                      by:str="document",  # what is resampled: "document" or "source"
+                     )->dict:
     "a − b in nats/byte with its 95% interval over shared samples, and on how many documents a pays less than b."
-    means = bootstrap_means([a, b], draws, seed, by, chunk)
+    means = bootstrap_means([a, b], draws, seed, by)
     lo, hi = np.quantile(means[0] - means[1], LEVELS)
     return dict(difference=a.nats - b.nats, lo=float(lo), hi=float(hi), improved=int((a.table.nats < b.table.nats).sum()), documents=len(a.table), by=by)
 
-# %% ../nbs/11_evaluate.ipynb #c7c35395
+# %% ../nbs/11_evaluate.ipynb #74f78adc
 def compressor_nats(compress,  # bytes -> bytes
                     data,      # the scored bytes
                    )->float:
@@ -208,7 +219,7 @@ def baselines(stream,   # uint8 [bytes]: the training stream
     packers = {"gzip -9": lambda d: gzip.compress(d, compresslevel=9, mtime=0), "xz": lambda d: lzma.compress(d, preset=6)}
     return {m: evaluate(t, windows, 1) for m, t in tables.items()} | {m: compressor_nats(p, data) for m, p in packers.items()}
 
-# %% ../nbs/11_evaluate.ipynb #74f78adc
+# %% ../nbs/11_evaluate.ipynb #52388249
 COLUMNS = ["method", *KEYS, "nats", "mean"]
 
 def save_scores(path, scores:dict):
@@ -219,11 +230,20 @@ def save_scores(path, scores:dict):
 
 def load_scores(path)->dict:
     "Method -> Scores, as `save_scores` wrote them (routes are not kept)."
-    try: rows = pd.read_csv(path, dtype=dict(method=str, document=str, source=str), keep_default_na=False, float_precision="round_trip")
+    try:
+        with open(path, newline="", encoding="utf-8") as f: header, *rows = csv.reader(f)
+        if header != COLUMNS: raise ValueError(f"its columns should be {', '.join(COLUMNS)}")
+        rows = [(m, d, s, int(w), int(t), float(nats), float(mean)) for m, d, s, w, t, nats, mean in rows]
     except FileNotFoundError: raise SomaError(f"{path}: no such file of scores") from None
-    except (ValueError, OSError) as e: raise SomaError(f"{path}: not a readable file of scores ({str(e).splitlines()[0]})") from None
-    if list(rows) != COLUMNS: raise SomaError(f"{path}: not a file of scores; its columns should be {', '.join(COLUMNS)}")
-    return {m: Scores(t.drop(columns="method").reset_index(drop=True)) for m, t in rows.groupby("method", sort=False)}
+    except (ValueError, OSError, csv.Error) as e: raise SomaError(f"{path}: not a readable file of scores ({e})") from None
+    table = pd.DataFrame(rows, columns=COLUMNS)
+    return {m: Scores(t.drop(columns="method").reset_index(drop=True)) for m, t in table.groupby("method", sort=False)}
+
+def nulls(x):
+    "NaN as None, inside dicts and lists: JSON has no NaN."
+    if isinstance(x, dict): return {k: nulls(v) for k, v in x.items()}
+    if isinstance(x, list): return [nulls(v) for v in x]
+    return None if x != x else x
 
 def save_results(path,
                  table:pd.DataFrame,  # from `bootstrap`
@@ -231,22 +251,21 @@ def save_results(path,
                 ):
     "The protocol, the table (an interval that is not available is null) and more, as JSON."
     protocol = dict(window=WINDOW, routed=[ROUTED.start, ROUTED.stop], outputs=[OUTPUTS.start, OUTPUTS.stop], targets=[TARGETS.start, TARGETS.stop])
-    methods = [{c: None if x != x else x for c, x in row.items()} for row in table.to_dict("records")]
-    write_json(path, dict(protocol=protocol, methods=methods, **more))
+    write_json(path, nulls(dict(protocol=protocol, methods=table.to_dict("records"), **more)))
 
-# %% ../nbs/11_evaluate.ipynb #52388249
+# %% ../nbs/11_evaluate.ipynb #aa788783
 def format_table(table:pd.DataFrame)->str:
     "The table of `bootstrap` for a terminal: aligned, at most 100 columns wide."
-    rows = [("", "nats/byte", f"95% interval by {table.by.iloc[0]}", "bits/byte")]
+    rows = [("method", "nats/byte", f"95% interval by {table.by.iloc[0]}", "bits/byte")]
     for _, r in table.iterrows():
         name = r.method if len(r.method) <= 44 else r.method[:43] + "…"
         rows.append((name, f"{r['nats/byte']:.4f}", "–" if r.lo != r.lo else f"{r.lo:.4f} to {r.hi:.4f}", f"{r['bits/byte']:.4f}"))
     width = [max(map(len, column)) for column in zip(*rows)]
     lines = [f"{a:<{width[0]}}  {b:>{width[1]}}  {c:>{width[2]}}  {d:>{width[3]}}" for a, b, c, d in rows]
-    note = f"{table.documents.iloc[0]:,} documents, {table.targets.iloc[0]:,} scored bytes; {table.units.iloc[0]:,} units resampled by {table.by.iloc[0]}"
+    note = f"{table.documents.iloc[0]:,} documents, {table.targets.iloc[0]:,} scored bytes; intervals resample {table.units.iloc[0]:,} {table.by.iloc[0]}s"
     return "\n".join([lines[0], "─" * len(lines[0]), *lines[1:], note])
 
-# %% ../nbs/11_evaluate.ipynb #aa788783
+# %% ../nbs/11_evaluate.ipynb #8ade8f04
 def label_levels(x,      # positions, increasing
                  width,  # width of each label, in the same unit
                 )->list:
@@ -263,13 +282,13 @@ def plot_baselines(ax, lines:pd.DataFrame)->float:
     "Labelled vertical lines on axes whose limits are set; returns the room above that the labels take, in points."
     left, right = ax.get_xlim()
     labels = [f"{m} {v:.2f}" for m, v in zip(lines.method, lines["nats/byte"])]
-    levels = label_levels(lines["nats/byte"], [0.018 * (right - left) * len(s) for s in labels])
+    levels = label_levels(lines["nats/byte"], [0.013 * (right - left) * len(s) for s in labels])
     for x, label, level in zip(lines["nats/byte"], labels, levels):
         ax.axvline(x, color="#888888", lw=1, ls="--", zorder=1)
         ax.annotate(label, (x, 1), (0, 3 + 12 * level), xycoords=("data", "axes fraction"), textcoords="offset points", ha="center", fontsize=8, color="#555555")
     return 12 * (1 + max(levels, default=-1))
 
-# %% ../nbs/11_evaluate.ipynb #dc76fbc2
+# %% ../nbs/11_evaluate.ipynb #3dcf541a
 def plot_scores(table:pd.DataFrame,  # from `bootstrap`; at least one method that is not a baseline
                 title:str="Test loss",
                )->Figure:
@@ -288,12 +307,12 @@ def plot_scores(table:pd.DataFrame,  # from `bootstrap`; at least one method tha
         ax.plot(dots["nats/byte"], y, "o", ms=6, color=COLORS[0])
         for i, v in zip(y, dots["nats/byte"]): ax.annotate(f"{v:.3f}", (1, i), (6, 0), xycoords=("axes fraction", "data"), textcoords="offset points", va="center", fontsize=8.5)
         ax.set_title(title, pad=6 + plot_baselines(ax, lines[close]))
-        away = "".join(f"; {m} {v:.3f} is out of view" for m, v in zip(lines.method[~close], lines["nats/byte"][~close]))
-        ax.set_xlabel(f"nats/byte, 95% bootstrap by {table.by.iloc[0]}{away}")
+        away = ", ".join(f"{m} {v:.3f}" for m, v in zip(lines.method[~close], lines["nats/byte"][~close]))
+        ax.set_xlabel(f"nats/byte, 95% bootstrap by {table.by.iloc[0]}" + (f"\nout of view: {away}" if away else ""))
         ax.grid(axis="y", visible=False)
     return fig
 
-# %% ../nbs/11_evaluate.ipynb #3dcf541a
+# %% ../nbs/11_evaluate.ipynb #9ab318f8
 def save_figure(path, fig:Figure):
     "Write a figure as SVG, atomically; equal figures give equal bytes."
     out = io.BytesIO()

@@ -179,9 +179,10 @@ class Objective:
     def combine(self,
                 coefficients:torch.Tensor,  # float64 [P]
                 probes:str, key:Key, directions:torch.Tensor,
+                dtype=torch.float32,        # theta's, so that the same directions are drawn
                )->torch.Tensor:
         "float64 [M]: Σ_j c_j z_j, the directions drawn again."
-        return weighted_sum(self.layout, probes, key, directions, coefficients)
+        return weighted_sum(self.layout, probes, key, directions, coefficients, dtype)
 
     def hidden(self, theta:dict, batch)->torch.Tensor:
         "Decoder inputs of the clean model, for the delta rule (Eq. 7)."

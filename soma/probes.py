@@ -14,7 +14,7 @@ import torch
 
 from .core import Key, SomaError, philox
 
-# %% ../nbs/03_probes.ipynb #5cb9a43e
+# %% ../nbs/03_probes.ipynb #8a423541
 @dataclass(frozen=True)
 class Layout:
     "The perturbed tensors in canonical order, and where each begins in the flat vector of M coordinates."
@@ -47,7 +47,7 @@ def layout_of(theta:dict, gains=())->Layout:
     "The layout that perturbs every tensor of theta, in the order of the dict."
     return Layout(tuple(theta), tuple(tuple(t.shape) for t in theta.values()), frozenset(gains))
 
-# %% ../nbs/03_probes.ipynb #fd81968e
+# %% ../nbs/03_probes.ipynb #33e16c37
 def _bits(low, high)->torch.Tensor:
     "[..., n] pairs of 32-bit words -> bool [..., n·64], least significant bit first."
     word = low | high << 32
@@ -85,16 +85,17 @@ def activity(name:str, layout:Layout)->torch.Tensor:
     if name == "sparse_rademacher": return torch.where(layout.gain_mask(), 1.0, 0.5).double()
     return torch.ones(layout.M, dtype=torch.float64)
 
-# %% ../nbs/03_probes.ipynb #711ba186
+# %% ../nbs/03_probes.ipynb #7da82294
 def weighted_sum(layout:Layout,
                  probes:str,                 # name of the family
                  key:Key,
                  directions:torch.Tensor,    # int64 [P]
                  coefficients:torch.Tensor,  # float64 [P]
+                 dtype=torch.float32,        # the precision in which the directions perturbed theta
                  chunk:int=16,               # directions drawn at a time; changes memory, not the result
                 )->torch.Tensor:
     "float64 [M]: Σ_j c_j z_j, added in the order of `directions`."
     draw, total = probe_family(probes), torch.zeros(layout.M, dtype=torch.float64, device=directions.device)
     for part, weights in zip(directions.split(chunk), coefficients.double().cpu().split(chunk)):
-        for z, c in zip(draw(layout, key, part), weights.tolist()): total.add_(z.double().mul_(c))
+        for z, c in zip(draw(layout, key, part, dtype), weights.tolist()): total.add_(z.double().mul_(c))
     return total
