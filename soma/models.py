@@ -94,6 +94,13 @@ def _lstm(x,      # [C, B, T, d]
         outputs.append(h)
     return torch.stack(outputs, 2), (h, c)
 
+def _in_cache(f, *stacked)->torch.Tensor:
+    "f over tensors with a leading model axis: all at once on a GPU, one model at a time on a CPU."
+    if stacked[0].device.type != "cpu": return f(*stacked)
+    return torch.cat([f(*one) for one in zip(*(s.split(1) for s in stacked))])
+
+def _mlp(x, gain, w_up, w_down): return x + _times(F.gelu(_times(_norm(x, gain), w_up)), w_down)
+
 def zero_state(theta:dict, C:int, B:int)->list:
     "The state before the first byte: one (h, c) pair a block, each [C, B, d], like theta's tensors."
     gains = [t for n, t in theta.items() if n.endswith("norm1")]
@@ -111,8 +118,7 @@ def forward(theta:dict,          # body tensors [C, ...]; E [256, d_E] shared
     for i, before in enumerate(state):
         block = {n: theta[f"blocks.{i}.{n}"] for n in ("norm1", "w_ih", "w_hh", "norm2", "w_up", "w_down")}
         out, now = _lstm(_norm(x, block["norm1"]), block["w_ih"], block["w_hh"], before)
-        x = x + out
-        x = x + _times(F.gelu(_times(_norm(x, block["norm2"]), block["w_up"])), block["w_down"])
+        x = _in_cache(_mlp, x + out, block["norm2"], block["w_up"], block["w_down"])
         after.append(now)
     x = _norm(x, theta["norm"])
     return (_times(x, theta["proj_out"]) if "proj_out" in theta else x), after
@@ -126,12 +132,17 @@ def ordered_sum(x:torch.Tensor)->torch.Tensor:
     "float64 sum over the last axis, strictly in index order."
     return x.double().cumsum(-1)[..., -1]
 
+def _nats(hidden, E, target)->torch.Tensor:
+    "Cross entropy of each target [C, B, T]."
+    scores = _times(hidden, E)
+    return scores.logsumexp(-1) - scores.gather(-1, target.unsqueeze(-1)).squeeze(-1)
+
 def token_losses(theta:dict, windows:torch.Tensor)->torch.Tensor:
     "Nats of every target byte: windows [C or 1, B, T+1] of bytes -> [C, B, T]."
     windows = windows.long()
-    scores = logits(theta, forward(theta, windows[..., :-1])[0])
-    target = windows[..., 1:].expand(scores.shape[:-1]).unsqueeze(-1)
-    return scores.logsumexp(-1) - scores.gather(-1, target).squeeze(-1)
+    hidden = forward(theta, windows[..., :-1])[0]
+    C = len(hidden)
+    return _in_cache(_nats, hidden, theta["E"].expand(C, -1, -1), windows[..., 1:].expand(C, -1, -1))
 
 def window_losses(theta:dict, windows:torch.Tensor)->torch.Tensor:
     "Mean nats/byte of each window: float64 [C, B]."
@@ -146,7 +157,7 @@ class Objective:
                  layout:Layout,  # what is perturbed
                  loss,           # stacked theta (perturbed names [C, ...], others as they are), batch -> [C, B] or [C]
                  hidden=None,    # theta, batch -> decoder inputs [B, T, d_E]; without it the delta rule is refused
-                 chunk:int=8,    # perturbed models in flight: memory and speed, never the result
+                 chunk:int=32,    # perturbed models in flight: memory and speed, never the result
                 ): self.layout, self.loss, self._hidden, self.chunk = layout, loss, hidden, chunk
 
     def losses(self,
@@ -199,7 +210,7 @@ def tiles(windows:torch.Tensor, tile:int)->torch.Tensor:
 
 class ExpertObjective(Objective):
     "The paper's expert on windows of bytes uint8 [B, T+1]; the plain stacked torch forward, on any device."
-    def __init__(self, cfg:ModelConfig, tile:int=16, chunk:int=8):
+    def __init__(self, cfg:ModelConfig, tile:int=16, chunk:int=32):
         super().__init__(body_layout(cfg), self._window_losses, self._hidden_states, chunk)
         self.cfg, self.tile = cfg, tile
 

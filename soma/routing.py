@@ -23,7 +23,7 @@ from threadpoolctl import threadpool_limits
 
 from .core import Key, SomaError, atomic_write, canonical_json, derive_seed, make_dir, read_json, write_json
 
-# %% ../nbs/02_routing.ipynb #28ffccc7
+# %% ../nbs/02_routing.ipynb #f02feaf6
 def _texts(sequences,        # list of bytes, or anything that gives uint8 [n, L] for an index array
            index:np.ndarray, # which ones, int [n]
           )->list:
@@ -31,7 +31,7 @@ def _texts(sequences,        # list of bytes, or anything that gives uint8 [n, L
     if isinstance(sequences, (list, tuple)): return [bytes(sequences[i]).decode("utf-8", "ignore") for i in index]
     return [row.tobytes().decode("utf-8", "ignore") for row in np.ascontiguousarray(sequences[index], dtype=np.uint8)]
 
-# %% ../nbs/02_routing.ipynb #322ae9e9
+# %% ../nbs/02_routing.ipynb #246f7eae
 MAX_TERMS, MIN_DF, DIMS, STOP_WORDS = 50_000, 5, 128, "english"  # Appendix D
 
 def _fit_words(texts:list, # the sample to learn words from
@@ -42,15 +42,15 @@ def _fit_words(texts:list, # the sample to learn words from
         try: X = words.fit_transform(texts)
         except ValueError: continue  # scikit-learn's "no terms remain"
         if X.shape[1] > DIMS or min_df == 1: break
-    else: raise SomaError("corpus: no word survives the stop words; routing needs words, give text in a language written with letters")
-    if X.shape[1] < 2: raise SomaError(f"corpus: only one word ({words.get_feature_names_out()[0]!r}) survives the stop words; routing needs at least two")
+    else: raise SomaError("corpus: no word survives the stop words; routing needs words, so give text written with letters")
+    if X.shape[1] < 2: raise SomaError(f"corpus: only one word ({words.get_feature_names_out()[0]!r}) survives the stop words; give more text")
     dims = min(DIMS, X.shape[1] - 1, len(texts))
     if min_df < MIN_DF or dims < DIMS:
         warnings.warn(f"routing: a small corpus of {len(texts):,} sequences; min_df {MIN_DF} → {min_df}, words {X.shape[1]:,}, "
                       f"dimensions {DIMS} → {dims}", stacklevel=3)
     return words, X, min_df, dims
 
-# %% ../nbs/02_routing.ipynb #85405932
+# %% ../nbs/02_routing.ipynb #2d68e0c1
 def _project(X,                     # tf–idf, sparse [n, terms]
              components:np.ndarray, # W, float32 [terms, dims]
              mean:np.ndarray,       # float32 [dims]
@@ -61,7 +61,7 @@ def _project(X,                     # tf–idf, sparse [n, terms]
     usable = (np.diff(X.indptr) > 0)[:, None] & (norm > 1e-6)
     return np.divide(z, norm, out=np.zeros_like(z), where=usable)
 
-# %% ../nbs/02_routing.ipynb #44403520
+# %% ../nbs/02_routing.ipynb #2083c58e
 def balance(assignment:np.ndarray, # cluster of each sequence, int [n]
             N:int,                 # clusters
            )->dict:
@@ -71,9 +71,9 @@ def balance(assignment:np.ndarray, # cluster of each sequence, int [n]
     entropy = float(-(p * np.log(p)).sum() / np.log(N)) if N > 1 else 1.0
     return dict(sizes=sizes, max_over_mean=float(sizes.max() * N / max(sizes.sum(), 1)), entropy=entropy)
 
-# %% ../nbs/02_routing.ipynb #c87e9135
+# %% ../nbs/02_routing.ipynb #76ed9e04
 def _prefer(sim:np.ndarray, price:np.ndarray, rows:int=2048)->np.ndarray:
-    "Each sequence's best cluster after prices, ties by smaller index: int64 [n]; blocks of rows stay in cache."
+    "Each sequence's best cluster after prices (in float64), ties by smaller index: int64 [n]; blocks of rows stay in cache."
     return np.concatenate([(sim[i:i + rows] - price).argmax(1) for i in range(0, len(sim), rows)])
 
 def _fit_prices(sim:np.ndarray,   # similarities, float32 [n, N]
@@ -84,7 +84,7 @@ def _fit_prices(sim:np.ndarray,   # similarities, float32 [n, N]
     n, N = sim.shape
     step, last, fewest, best = np.full(N, sim[:1000].std() / 4), np.zeros(N), n + 1, None
     for _ in range(passes):
-        own = _prefer(sim, price.astype(np.float32))
+        own = _prefer(sim, price)
         size = np.bincount(own, minlength=N)
         over = np.maximum(size - -(-n // N), 0).sum()  # sequences above capacity
         if over < fewest: fewest, best = over, (own, price)
@@ -94,11 +94,12 @@ def _fit_prices(sim:np.ndarray,   # similarities, float32 [n, N]
         price, last = price + sign * step, sign
     return best
 
-# %% ../nbs/02_routing.ipynb #dca1713b
+# %% ../nbs/02_routing.ipynb #3b67b716
 def _leaving(sim:np.ndarray, own:np.ndarray, a:int)->np.ndarray:
     "Least similarity lost when a member of cluster a goes to each other cluster: float64 [N]."
     members = np.flatnonzero(own == a)
-    cost = (sim[members, a, None] - sim[members]).min(0, initial=np.inf).astype(np.float64)
+    rows = sim[members].astype(np.float64)
+    cost = (rows[:, [a]] - rows).min(0, initial=np.inf)
     cost[a] = np.inf
     return cost
 
@@ -112,7 +113,7 @@ def _cheapest_chain(cost:np.ndarray,    # [N, N]
     for _ in range(N):
         if not len(changed): break
         via = dist[changed, None] + cost[changed]
-        better = via.min(0) < dist - 1e-6
+        better = via.min(0) < dist - 1e-9
         back[better], dist[better] = changed[via.argmin(0)[better]], via.min(0)[better]
         changed = np.flatnonzero(better)
     end = np.where(sinks, dist, np.inf)
@@ -120,7 +121,7 @@ def _cheapest_chain(cost:np.ndarray,    # [N, N]
     while back[path[0]] >= 0: path.insert(0, int(back[path[0]]))
     return path, float(end.min())
 
-# %% ../nbs/02_routing.ipynb #3b67b716
+# %% ../nbs/02_routing.ipynb #9b3c7b6f
 def _repair(sim:np.ndarray, # [n, N]
             own:np.ndarray, # free choice under some prices, int64 [n]; changed in place
            )->np.ndarray:
@@ -129,11 +130,11 @@ def _repair(sim:np.ndarray, # [n, N]
     cap, size, cost, stale = -(-n // N), np.bincount(own, minlength=N), np.empty((N, N)), range(N)
     while True:
         for a in stale: cost[a] = _leaving(sim, own, a)
-        keep, fill, limit = (cap, cap, np.inf) if (size > cap).any() else (1, 1, np.inf) if (size == 0).any() else (1, cap, -1e-6)
+        keep, fill, limit = (cap, cap, np.inf) if (size > cap).any() else (1, 1, np.inf) if (size == 0).any() else (1, cap, -1e-9)
         path, length = _cheapest_chain(cost, size > keep, size < fill)
         if not length < limit: return own
         edges = list(zip(path, path[1:]))
-        movers = [(m := np.flatnonzero(own == a))[sim[m, a] - sim[m, b] <= cost[a, b]] for a, b in edges]
+        movers = [(m := np.flatnonzero(own == a))[np.subtract(sim[m, a], sim[m, b], dtype=np.float64) <= cost[a, b]] for a, b in edges]
         amount = min(size[path[0]] - keep, fill - size[path[-1]], *map(len, movers))
         for (a, b), m in zip(edges, movers): own[m[:amount]] = b
         size[path[0]] -= amount; size[path[-1]] += amount; stale = path
@@ -143,7 +144,7 @@ def balanced_assignment(sim:np.ndarray, # similarities, float32 [n, N]
     "Cluster of each sequence, int64 [n]: largest total similarity with no cluster above ceil(n / N), and none empty when n ≥ N."
     return _repair(sim, _fit_prices(sim, np.zeros(sim.shape[1]))[0])
 
-# %% ../nbs/02_routing.ipynb #28989e23
+# %% ../nbs/02_routing.ipynb #1e0f2680
 def _seeds(Z:np.ndarray, # directions, float32 [n, dims]
            N:int,
            key:Key, start:int, # which start this is
@@ -179,13 +180,13 @@ def balanced_kmeans(Z:np.ndarray, # directions of length one (or zero), float32 
                    )->tuple:
     "Balanced spherical k-means: centroids float32 [N, dims], and the mean cosine by round of each start."
     key = Key(derive_seed(seed, "routing"))
-    starts = [_rounds(Z, _seeds(Z, N, key, s), np.zeros(N), 5) for s in range(4)]
+    starts = [_rounds(Z, _seeds(Z, N, key, s), np.zeros(N), 10) for s in range(4)]
     best = max(range(4), key=lambda s: starts[s][2][-1])  # the first of equals
     centroids, price, history = starts[best]
     centroids, _, more = _rounds(Z, centroids, price, 50)
     return centroids, [h + more if s == best else h for s, (_, _, h) in enumerate(starts)]
 
-# %% ../nbs/02_routing.ipynb #82a615f3
+# %% ../nbs/02_routing.ipynb #25906aeb
 FORMAT, _PIECE = 1, 8192  # version of the saved form; sequences read at a time
 
 @dataclass(eq=False, repr=False)
@@ -207,7 +208,8 @@ class Router:
     @property
     def N(self)->int: "Number of clusters, so of experts."; return len(self.centroids)
 
-    def __repr__(self): return f"Router(N={self.N}, words={len(self.terms):,}, dims={len(self.mean)}, fitted on {self.config['sequences']:,} sequences)"
+    def __repr__(self):
+        return f"Router(N={self.N}, words={len(self.terms):,}, dims={len(self.mean)}, fitted on {self.config['sequences']:,} sequences)"
 
     def _pieces(self, sequences, width:int, dtype, f)->np.ndarray:
         "f(tf–idf of a piece) for all pieces, [n, width]."
@@ -217,8 +219,6 @@ class Router:
             out[index] = f(self._words.transform(_texts(sequences, index)))
         return out
 
-    def tfidf(self, sequences): "Sparse [n, terms]."; return self._words.transform(_texts(sequences, np.arange(len(sequences))))
-
     def has_words(self, sequences)->np.ndarray:
         "Which rows hold at least one word that the router knows: bool [n]."
         return self._pieces(sequences, 1, bool, lambda X: (np.diff(X.indptr) > 0)[:, None])[:, 0]
@@ -227,7 +227,8 @@ class Router:
         "Directions of length one, float32 [n, dims]; zero for rows without usable words."
         return self._pieces(sequences, len(self.mean), np.float32, lambda X: _project(X, self.components, self.mean))
 
-    def _cosines(self, X)->np.ndarray: return np.vecdot(_project(X, self.components, self.mean)[:, None], self.centroids)
+    def _cosines(self, X)->np.ndarray:
+        return np.vecdot(_project(X, self.components, self.mean)[:, None], self.centroids)
 
     def similarity(self, sequences)->np.ndarray:
         "Cosine with each centroid, float32 [n, N]; zero for rows without usable words."
@@ -253,8 +254,10 @@ class Router:
         if balance == "capacity": return balanced_assignment(self.similarity(sequences))
         raise SomaError(f"balance = {balance!r}: choose one of nearest, capacity")
 
-# %% ../nbs/02_routing.ipynb #0c97be9f
-def _seal(card:dict)->str: "Checksum of everything else in the card."; return hashlib.sha256(canonical_json({k: v for k, v in card.items() if k != "sha256"}).encode()).hexdigest()
+# %% ../nbs/02_routing.ipynb #8eb7d33c
+def _seal(card:dict)->str:
+    "Checksum of everything else in the card."
+    return hashlib.sha256(canonical_json({k: v for k, v in card.items() if k != "sha256"}).encode()).hexdigest()
 
 def save_router(router:Router,
                 path, # a folder, made when absent
@@ -269,11 +272,14 @@ def save_router(router:Router,
 
 def _read_card(path:Path, N:int|None)->dict:
     "router.json, checked: kind, format, checksum, number of experts."
-    card = read_json(path/"router.json", "router")
-    if not isinstance(card, dict) or card.get("kind") != "soma router": raise SomaError(f"{path/'router.json'}: not a router; give the folder that `soma cluster` wrote")
-    if card.get("format") != FORMAT: raise SomaError(f"{path/'router.json'}: format {card.get('format')}, this soma reads format {FORMAT}; update soma or fit the router again")
-    if card.get("sha256") != _seal(card): raise SomaError(f"{path/'router.json'}: edited or damaged (its checksum does not fit); fit the router again")
-    if N is not None and card["N"] != N: raise SomaError(f"{path}: a router with N = {card['N']} where N = {N} is needed; give the router of this run or fit another")
+    file = path/"router.json"
+    card = read_json(file, "router")
+    if not isinstance(card, dict) or card.get("kind") != "soma router": raise SomaError(f"{file}: not a router; give the folder that a fit wrote")
+    if card.get("format") != FORMAT:
+        raise SomaError(f"{file}: format {card.get('format')}, this soma reads format {FORMAT}; update soma or fit the router again")
+    if card.get("sha256") != _seal(card): raise SomaError(f"{file}: edited or damaged (its checksum does not fit); fit the router again")
+    if N is not None and card["N"] != N:
+        raise SomaError(f"{path}: a router with N = {card['N']} where N = {N} is needed; give the router of this run or fit another")
     return card
 
 def load_router(path,            # the folder
@@ -284,7 +290,8 @@ def load_router(path,            # the folder
     card, file = _read_card(path, N), path/"router.safetensors"
     try:
         data = file.read_bytes()
-        if hashlib.sha256(data).hexdigest() != card["tensors_sha256"]: raise SomaError(f"{file}: damaged, or of another router (its checksum does not fit); fit the router again")
+        if hashlib.sha256(data).hexdigest() != card["tensors_sha256"]:
+            raise SomaError(f"{file}: damaged, or of another router (its checksum does not fit); fit the router again")
         t = load_tensors(data)
     except (OSError, SafetensorError) as e: raise SomaError(f"{file}: cannot be read ({e}); fit the router again") from None
     terms, dims = len(card["terms"]), len(t["mean"])
@@ -295,7 +302,7 @@ def load_router(path,            # the folder
 
 Router.save, Router.load = save_router, staticmethod(load_router)
 
-# %% ../nbs/02_routing.ipynb #b8c1d6fa
+# %% ../nbs/02_routing.ipynb #1956d550
 def _sample(n:int, m:int, key:Key)->np.ndarray:
     "m of n indices, sorted: one from each of m equal stretches."
     edges = np.arange(m + 1) * n // m
@@ -322,14 +329,15 @@ def fit_router(sequences,          # list of bytes, or an object with len() that
     config = dict(seed=seed, sequences=n, min_df=min_df, max_terms=MAX_TERMS, dims=dims, mean_cosine=max(h[-1] for h in histories))
     return Router(words.get_feature_names_out().tolist(), words.idf_, components, mean, centroids, np.bincount(near, minlength=N), config)
 
-# %% ../nbs/02_routing.ipynb #e3058d28
+# %% ../nbs/02_routing.ipynb #756ebc3a
 def prefix_agreement(router:Router,
                      windows,        # held-out bytes, uint8 [n, ≥ 1024]
                      lengths=(256,), # prefix lengths, bytes
                     )->pd.DataFrame:
     "How often a prefix finds the whole window's cluster: one row a length; top 1 and top min(4, N), beside chance."
     windows = np.asarray(windows)
-    if windows.ndim != 2 or not len(windows) or windows.shape[1] < 1024: raise SomaError(f"held-out windows: shape {windows.shape}; give at least one, of 1,024 bytes or more")
+    if windows.ndim != 2 or not len(windows) or windows.shape[1] < 1024:
+        raise SomaError(f"held-out windows: shape {windows.shape}; give at least one, of 1,024 bytes or more")
     N, k, home, rows = router.N, min(4, router.N), router.assign(windows[:, :1024]), []
     share = np.bincount(home, minlength=N) / len(home)
     for length in lengths:
@@ -348,7 +356,7 @@ def top_terms(router:Router, sequences, assignment:np.ndarray, count:int=8, most
     inside = [np.asarray(X[own == j].mean(0)).ravel() - overall if (own == j).any() else np.zeros_like(overall) for j in range(router.N)]
     return [[terms[i] for i in np.argsort(-x, kind="stable")[:count] if x[i] > 0] for x in inside]
 
-# %% ../nbs/02_routing.ipynb #756ebc3a
+# %% ../nbs/02_routing.ipynb #6e308543
 @dataclass
 class RoutingReport:
     "What a clustering is about, how even it is, and whether prefixes find home."
@@ -376,5 +384,6 @@ def routing_report(router:Router,
                   )->RoutingReport:
     "Top terms, sizes, balance, and prefix agreement on held-out windows."
     even = balance(assignment, router.N)
-    clusters = pd.DataFrame(dict(cluster=range(router.N), size=even["sizes"], share=even["sizes"] / len(assignment), terms=top_terms(router, sequences, assignment)))
+    clusters = pd.DataFrame(dict(cluster=range(router.N), size=even["sizes"], share=even["sizes"] / len(assignment),
+                                 terms=top_terms(router, sequences, assignment)))
     return RoutingReport(clusters, prefix_agreement(router, held_out), even)
