@@ -182,7 +182,7 @@ def train(cfg:TrainConfig, model:ModelConfig,
           store:Store,
           train_idx, valid_idx,  # sequences of the shard to train on and to judge by
           out,                   # folder of the run: checkpoint.safetensors, metrics.jsonl, result.json
-          chunk:int=8,           # perturbed models in flight: memory and speed, not results
+          chunk:int=32,           # perturbed models in flight: memory and speed, not results
           device:str="cpu",
           checkpoint_every:int=100,       # updates between two checkpoints
           report=lambda update, loss: None, # called after every update
