@@ -18,7 +18,7 @@ from matplotlib.figure import Figure
 
 from . import __version__
 from .core import COLORS, ModelConfig, Recipe, RunFolder, SomaError, TrainConfig, make_dir, plot_style, preset, provenance, read_json, set_threads, write_json
-from .data import Shards, Store, build_store, embedded_corpus, make_shards
+from .data import Shards, Store, build_store, shipped_corpus, make_shards
 from .evaluate import baselines, bootstrap, evaluate, format_table, paired_difference, plot_scores, save_figure, save_results, save_scores, shuffle_routes
 from .inference import generate, load_ensemble, load_model
 from .models import count_body, count_ensemble, init_params, ops_per_token, ops_per_update
@@ -32,7 +32,7 @@ def open_store(args)->Store:
     "The run's corpus store: made from --data, or the one that is there, or the corpus shipped with the clone."
     place = RunFolder(args.out).store
     if args.data is None and (place/"manifest.json").exists(): return Store(place)
-    return build_store(args.data or embedded_corpus(), place)
+    return build_store(args.data or shipped_corpus(), place)
 
 def settings(args)->tuple:
     "(recipe, model) of the command line: a preset, with what the user says instead of its values in both kinds of run."
@@ -143,7 +143,7 @@ def describe(path:Path)->list:
         tensors, meta = load_checkpoint(path if path.is_file() else path/"checkpoint.safetensors")
         ident = meta.get("identity", {})
         model, cfg = ModelConfig(**ident["model"]), ident["train"]
-        return [f"{path}: training run, {meta['update']:,} updates, format {meta['format']}", f"  model: d = {model.d}, D = {model.D}, d_E = {model.d_E}; {count_body(model):,} body parameters; {ops_per_token(model):,} operations a byte",
+        return [f"{path}: training run, {meta['states'][0]['update']:,} updates, format {meta['format']}", f"  model: d = {model.d}, D = {model.D}, d_E = {model.d_E}; {count_body(model):,} body parameters; {ops_per_token(model):,} operations a byte",
                 "  " + ", ".join(f"{k} = {v}" for k, v in cfg.items()), f"  corpus {ident['corpus'][:12]}, shard {ident['shard'][:12]}, started from {ident['start'][:12]}"]
     if (path/"manifest.json").exists(): return [f"{path}: corpus store", *(f"  {line}" for line in repr(Store(path)).splitlines())]
     if (path/"router.json").exists(): return [f"{path}: router", f"  {load_router(path)!r}"]
@@ -161,16 +161,17 @@ def info(args):
 # %% ../nbs/15_cli.ipynb #15574204
 def plot_runs(run:RunFolder, N:int)->Figure:
     "Validation loss over updates: the seed on everything, then each expert on its own shard."
-    first, ends = read_metrics(run.seed), read_json(run.seed/"result.json")
+    def curve(folder, start):
+        lines, last = read_metrics(folder), read_json(folder/"result.json")
+        return [start + m["update"] for m in lines] + [start + last["update"]], [m["valid"] for m in lines] + [last["valid"]]
     with rc_context(plot_style()):
-        fig = Figure(figsize=(7.6, 3), layout="constrained")
+        fig = Figure(figsize=(7.6, 3.2), layout="constrained")
         ax = fig.subplots()
-        ax.plot([m["update"] for m in first] + [ends["update"]], [m["valid"] for m in first] + [ends["valid"]], color="k", label="seed, everything")
-        for e in range(N):
-            lines, last = read_metrics(run.expert(e)), read_json(run.expert(e)/"result.json")
-            ax.plot([ends["update"] + m["update"] for m in lines] + [ends["update"] + last["update"]], [m["valid"] for m in lines] + [last["valid"]], lw=1, color=COLORS[e % len(COLORS)], label=f"expert {e}, its shard")
-        ax.set(title="Training by loss differences alone", xlabel="update", ylabel="validation, nats/byte", ylim=(None, first[1]["valid"] if len(first) > 1 else None))
-        ax.legend(fontsize=7, ncols=3, loc="upper right")
+        updates, losses = curve(run.seed, 0)
+        ax.plot(updates, losses, color="k", label="seed: everything")
+        for e in range(N): ax.plot(*curve(run.expert(e), updates[-1]), lw=1.2, color=COLORS[e % len(COLORS)], ls=("-", "--", ":")[e // len(COLORS) % 3], label=f"expert {e}: its shard")
+        ax.set(title="Validation loss, learned from loss differences alone", xlabel="update", ylabel="nats/byte", ylim=(None, sorted(losses)[-2]))
+        ax.legend(fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5))
     return fig
 
 def demo(args):

@@ -82,11 +82,11 @@ class Recipe(NamedTuple):
     expert:TrainConfig
     N:int
 
-_SMALL = TrainConfig(updates=600, P=16, B=16, T=64, lr=1e-2, eps=3e-3, schedule="cosine")
+_SMALL = TrainConfig(updates=500, P=16, B=16, T=64, lr=1e-2, eps=3e-3, schedule="cosine")
 _SMOKE = TrainConfig(updates=20, P=4, B=4, T=32, lr=5e-3, eps=3e-3, schedule="cosine", judge_every=10, judge_windows=8, tile=4)
 PRESETS = dict(
     paper=Recipe(TrainConfig(lr=2.5e-3, eps=2.5e-3, head="delta"), TrainConfig(updates=4_160_000), 256),
-    small=Recipe(replace(_SMALL, head="delta"), replace(_SMALL, updates=250, lr=3e-3), 8),
+    small=Recipe(replace(_SMALL, head="delta"), replace(_SMALL, updates=150, lr=3e-3), 8),
     smoke=Recipe(replace(_SMOKE, head="delta"), _SMOKE, 2),
 )
 

@@ -296,7 +296,7 @@ def plot_scores(table:pd.DataFrame,  # from `bootstrap`; at least one method tha
     known = table.method.isin(BASELINES)
     dots, lines = table[~known].sort_values("nats/byte", ascending=False), table[known].sort_values("nats/byte")
     if not len(dots): raise SomaError("picture of scores: every method is a baseline; evaluate a model first")
-    close = lines["nats/byte"].between(dots["nats/byte"].min() - 1, dots["nats/byte"].max() + 1)
+    close = lines["nats/byte"].between(dots["nats/byte"].min() - 0.3, dots["nats/byte"].max() + 0.3)
     ends = pd.concat([dots["nats/byte"], dots.lo, dots.hi, lines["nats/byte"][close]])
     pad, y = 0.06 * max(ends.max() - ends.min(), 0.1), np.arange(len(dots))
     with rc_context(plot_style()):

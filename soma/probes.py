@@ -48,17 +48,19 @@ def layout_of(theta:dict, gains=())->Layout:
     return Layout(tuple(theta), tuple(tuple(t.shape) for t in theta.values()), frozenset(gains))
 
 # %% ../nbs/03_probes.ipynb #33e16c37
+_BYTE = ((torch.arange(256)[:, None] >> torch.arange(8)) & 1).float()  # the bits of every byte, least significant first
+
 def _bits(low, high)->torch.Tensor:
-    "[..., n] pairs of 32-bit words -> bool [..., n·64], least significant bit first."
-    word = low | high << 32
-    return ((word.unsqueeze(-1) >> torch.arange(64, device=word.device)) & 1).bool().flatten(-2)
+    "[..., n] pairs of 32-bit words -> zeros and ones, float32 [..., n·64], least significant bit first."
+    shifts = torch.arange(0, 64, 8, device=low.device)
+    return _BYTE.to(low.device)[((low | high << 32).unsqueeze(-1) >> shifts) & 255].flatten(-3)
 
 def _rademacher(layout:Layout, key:Key, directions:torch.Tensor, dtype, sparse:bool)->torch.Tensor:
     blocks = torch.arange(-(-layout.M // 64), device=directions.device)
     w = key.words("probe", blocks, directions[:, None])
-    z = _bits(w[0], w[1])[:, :layout.M].to(dtype).mul_(2).sub_(1)
-    if sparse: z.mul_(_bits(w[2], w[3])[:, :layout.M] | layout.gain_mask(directions.device))
-    return z
+    z = _bits(w[0], w[1])[:, :layout.M].mul_(2).sub_(1)
+    if sparse: z.mul_(_bits(w[2], w[3])[:, :layout.M].maximum(layout.gain_mask(directions.device).float()))
+    return z.to(dtype)
 
 def rademacher(layout, key, directions, dtype=torch.float32)->torch.Tensor:
     "Dense ±1 probes (the setting of Proposition 1): [P, M]."

@@ -12,7 +12,7 @@ import torch
 
 import soma.data
 from soma.core import Key, PRESETS, SomaError, derive_seed
-from soma.data import (SPLITS, WINDOW, Shards, Store, batch, build_store, embedded_corpus, make_shards, read_documents, split_rank,
+from soma.data import (SPLITS, WINDOW, Shards, Store, batch, build_store, shipped_corpus, make_shards, read_documents, split_rank,
                        split_thresholds, validation_windows)
 
 CARD = Path(__file__).parents[1]/"data_cards"/"pd_small"
@@ -358,14 +358,14 @@ def test_killed_build_leaves_nothing(corpus, tmp_path):
 # ---- the embedded corpus and its card
 
 def test_shipped_corpus_is_the_one_on_its_card():
-    assert embedded_corpus() == CARD/"pd_small.jsonl.gz"
-    packed = embedded_corpus().read_bytes()
+    assert shipped_corpus() == CARD/"pd_small.jsonl.gz"
+    packed = shipped_corpus().read_bytes()
     assert len(packed) == 1_394_435 and hashlib.sha256(packed).hexdigest() == "aa3ec29500c620a2b15bac66841a2377518d3fd0e39332c511cf3db5fd969a9b"
     unpacked = gzip.decompress(packed)
     assert hashlib.sha256(unpacked).hexdigest() == "30bcca8d2fbe24dc67df61caf00bee74fdd4b577cb25ff243c0c0ca8a0f54b48"
     card = (CARD/"README.md").read_text(encoding="utf-8")
     assert hashlib.sha256(packed).hexdigest() in card and hashlib.sha256(unpacked).hexdigest() in card
-    docs = list(read_documents(embedded_corpus()))
+    docs = list(read_documents(shipped_corpus()))
     assert len(docs) == len({d.text for d in docs}) == len({d.id for d in docs}) == 263 and sum(len(d.text) for d in docs) == 3_752_488
     for source, (n, size) in dict(digitalgov=(110, 741_016), standardebooks=(118, 2_170_729), sotu=(35, 840_743)).items():
         mine = [len(d.text) for d in docs if d.source == source]
@@ -373,4 +373,4 @@ def test_shipped_corpus_is_the_one_on_its_card():
 
 def test_installed_wheel_asks_for_data(monkeypatch, tmp_path):
     monkeypatch.setattr(soma.data, "files", lambda package: tmp_path/"site-packages"/package)
-    with pytest.raises(SomaError, match="give your own with --data"): embedded_corpus()
+    with pytest.raises(SomaError, match="give your own with --data"): shipped_corpus()
