@@ -8,12 +8,11 @@ __all__ = ['V', 'PRESETS', 'STREAMS', 'COLORS', 'SomaError', 'ModelConfig', 'Tra
            'read_json', 'sha256_file', 'RunFolder', 'choose_device', 'set_threads', 'provenance', 'plot_style']
 
 # %% ../nbs/00_core.ipynb #21c06eea
-import hashlib, json, os, platform, subprocess, sys, tempfile, time
-from dataclasses import asdict, dataclass, field, fields, replace
+import hashlib, json, os, platform, subprocess, sys, time
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import NamedTuple
 
-import numpy as np
 import torch
 
 # %% ../nbs/00_core.ipynb #5bbf124f
@@ -60,7 +59,7 @@ class TrainConfig:
     adam_eps:float = 1e-8      # Adam's stabilizer (Appendix I.2)
     weight_decay:float = 1e-4  # coupled: λθ is added to the gradient before the moments; none on the head
     probes:str = "sparse_rademacher"  # what we perturb with (room 03)
-    head:str = "frozen"        # "frozen", or "delta": trained by Eq. 7 in the same update
+    head:str = "frozen"        # "frozen", or "delta": trained by Eq. 7 in the same update, by its own Adam with the body's lr and no decay (ours)
     seed:int = 1               # everything random follows from seed and stream
     stream:str = "seed"        # names this run's random stream: "seed", "expert0", … (ours)
     tile:int = 16              # sequences computed together, always (ours)
@@ -71,6 +70,7 @@ class TrainConfig:
         for name in "lr eps".split():
             value = getattr(self, name)
             if not 0 < value < float("inf"): raise SomaError(f"{name} = {value}: must be a positive number")
+        if self.T > 1024: raise SomaError(f"T = {self.T}: training windows are cut inside sequences of 1,024 bytes; use T of at most 1024")
         if not 0 <= self.seed < 2**32: raise SomaError(f"seed = {self.seed}: must be between 0 and {2**32 - 1}")
         for name, known in dict(schedule=("plateau", "cosine"), head=("frozen", "delta")).items():
             if getattr(self, name) not in known: raise SomaError(f"{name} = {getattr(self, name)!r}: choose one of {', '.join(known)}")
@@ -84,7 +84,7 @@ class Recipe(NamedTuple):
 
 _SMALL = TrainConfig(updates=500, P=16, B=16, T=64, lr=1e-2, eps=3e-3, schedule="cosine")
 _SMOKE = TrainConfig(updates=20, P=4, B=4, T=32, lr=5e-3, eps=3e-3, schedule="cosine", judge_every=10, judge_windows=8, tile=4)
-PRESETS = dict(
+PRESETS = dict(  # of the paper's seed only lr is known; that ε starts equal to it, as in the experts' runs, is ours
     paper=Recipe(TrainConfig(lr=2.5e-3, eps=2.5e-3, head="delta"), TrainConfig(updates=4_160_000), 256),
     small=Recipe(replace(_SMALL, head="delta"), replace(_SMALL, updates=150, lr=3e-3), 8),
     smoke=Recipe(replace(_SMOKE, head="delta"), _SMOKE, 2),
@@ -226,8 +226,8 @@ class RunFolder:
 
 # %% ../nbs/00_core.ipynb #7b94b1b6
 def choose_device(name:str="cpu")->torch.device:
-    "A torch device that exists, or a clear error: `cpu`, `cuda`, `cuda:1`, `mps`."
-    try: device = torch.device(name); torch.empty(1, device=device)
+    "A torch device that exists and knows float64, or a clear error: `cpu`, `cuda`, `cuda:1`."
+    try: device = torch.device(name); torch.empty(1, device=device, dtype=torch.float64)
     except Exception as e: raise SomaError(f"--device {name}: not available here ({str(e).splitlines()[0]}); try --device cpu") from None
     return device
 

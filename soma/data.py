@@ -500,9 +500,6 @@ def make_shards(store:Store,
     return Shards(store.sha256, train, valid)
 
 # %% ../nbs/01_data.ipynb #547385a2
-def _check_T(T:int):
-    if T > SEQ: raise SomaError(f"T = {T}: training windows are cut inside sequences of {WINDOW:,} bytes; use T of at most {SEQ:,}")
-
 def _windows(store:Store, sequences, key:Key, T:int)->torch.Tensor:
     "One window of T + 1 bytes inside each sequence: uint8 [n, T + 1]."
     offset = key.below(SEQ - T + 1, "window", torch.arange(len(sequences)))
@@ -514,7 +511,6 @@ def batch(store:Store,
           step:int,         # update
          )->torch.Tensor:
     "The training windows of one update: uint8 [A*B, T + 1], a pure function of (seed, stream, step)."
-    _check_T(cfg.T)
     key = Key(derive_seed(cfg.seed, cfg.stream, "batch"), step)
     drawn = key.below(len(indices), "batch", torch.arange(cfg.A * cfg.B))
     return _windows(store, indices[drawn.numpy()], key, cfg.T)
@@ -525,7 +521,6 @@ def validation_windows(store:Store,
                        cfg:TrainConfig,
                       )->torch.Tensor:
     "The fixed windows an expert is judged on: uint8 [judge_windows, T + 1], a pure function of (seed, stream)."
-    _check_T(cfg.T)
     key = Key(derive_seed(cfg.seed, cfg.stream, "judge"))
     order = np.argsort(key.uniform("batch", torch.arange(len(indices))).numpy(), kind="stable")
     return _windows(store, indices[order[np.arange(cfg.judge_windows) % len(order)]], key, cfg.T)

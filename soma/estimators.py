@@ -134,7 +134,7 @@ class ModuleObjective(Objective):
 
 # %% ../nbs/06_estimators.ipynb #cb5c0232
 class ZerothOrder:
-    "Any torch.optim optimizer, driven by losses alone: step(closure) estimates the gradient by SPSA and lets the optimizer use it."
+    "A torch.optim optimizer (one whose step needs no closure) driven by losses alone: step(closure) estimates the gradient by SPSA and lets it act."
     def __init__(self,
                  model:nn.Module,
                  optimizer:torch.optim.Optimizer,  # over model's parameters

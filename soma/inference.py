@@ -7,7 +7,6 @@ __all__ = ['Ensemble', 'load_model', 'load_ensemble', 'sample_bytes', 'generate'
 
 # %% ../nbs/10_inference.ipynb #270be5e2
 import codecs
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -23,13 +22,13 @@ class Ensemble:
     def __init__(self,
                  thetas:list,        # parameters of each expert
                  model:ModelConfig,
-                 router=None,        # None: every window uses all experts, at most k
-                 tile:int=16, chunk:int=8, device:str="cpu",
+                 router=None,        # None: every window uses the first k experts
+                 tile:int=16, device:str="cpu",
                 ):
         if router is not None and router.N != len(thetas): raise SomaError(f"the router has {router.N} clusters and there are {len(thetas)} experts; train or cluster again with one number")
         self.device, self.router, self.model = choose_device(device), router, model
         self.thetas = [{n: t.to(self.device) for n, t in theta.items()} for theta in thetas]
-        self.objective = ExpertObjective(model, tile, chunk)
+        self.objective = ExpertObjective(model, tile, chunk=8)
 
     @property
     def N(self)->int: "Experts."; return len(self.thetas)
@@ -89,12 +88,13 @@ class _Reader:
 def sample_bytes(ensemble:Ensemble,
                  prompt:bytes,
                  count:int,              # bytes to write
-                 temperature:float=0.7,  # 0: the likeliest byte
+                 temperature:float=0.6,  # 0: the likeliest byte
                  seed:int=1,
                  k:int|None=None,        # active experts (None: min(4, N), the paper's)
                 ):
     "Yield bytes (ints) that continue the prompt, drawn from Eq. 1."
     if temperature < 0 or temperature != temperature: raise SomaError(f"--temperature {temperature}: must be 0 or more")
+    if not 0 <= seed < 2**32: raise SomaError(f"--sample-seed {seed}: must be between 0 and {2**32 - 1}")
     readers = [_Reader(ensemble.thetas[e]) for e in ensemble.route([prompt], min(4, ensemble.N) if k is None else k)[0]]
     new = list(prompt or b"\n")
     for i in range(count):
@@ -105,7 +105,7 @@ def sample_bytes(ensemble:Ensemble,
             new = [min(int(torch.searchsorted(cumulative, Key(seed, i).uniform("sample", 0).item() * cumulative[-1].item(), right=True)), 255)]
         yield new[0]
 
-def generate(ensemble:Ensemble, prompt:str, count:int=200, temperature:float=0.7, seed:int=1, k:int|None=None):
+def generate(ensemble:Ensemble, prompt:str, count:int=200, temperature:float=0.6, seed:int=1, k:int|None=None):
     "Yield pieces of text that continue the prompt: `count` bytes in all, always valid UTF-8."
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     for b in sample_bytes(ensemble, prompt.encode("utf-8", "replace"), count, temperature, seed, k):

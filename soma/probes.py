@@ -12,7 +12,7 @@ from math import prod
 
 import torch
 
-from .core import Key, SomaError, philox
+from .core import Key, SomaError
 
 # %% ../nbs/03_probes.ipynb #8a423541
 @dataclass(frozen=True)

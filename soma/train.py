@@ -4,8 +4,9 @@
 
 # %% auto #0
 __all__ = ['FORMAT', 'RULES', 'Run', 'digest', 'save_checkpoint', 'load_checkpoint', 'load_theta', 'identity', 'check_identity',
-           'Metrics', 'save_run', 'restore_runs', 'Stopped', 'stop_signals', 'locked', 'begin', 'train', 'read_metrics',
-           'Bar', 'Job', 'run_jobs', 'step_together', 'TogetherJob', 'kept', 'load_kept']
+           'Metrics', 'save_run', 'restore_runs', 'Stopped', 'stop_signals', 'locked', 'advance', 'begin', 'finished',
+           'train', 'add_line', 'read_metrics', 'Bar', 'Job', 'workers_running', 'run_jobs', 'step_together',
+           'TogetherJob', 'kept', 'load_kept']
 
 # %% ../nbs/08_train.ipynb #c4dd2d64
 import fcntl, hashlib, json, math, multiprocessing, os, queue, signal, threading, time
@@ -18,10 +19,10 @@ import safetensors, safetensors.torch
 import torch
 from tqdm import tqdm
 
-from .core import Key, ModelConfig, SomaError, TrainConfig, atomic_write, canonical_json, choose_device, derive_seed, make_dir, provenance, write_json
+from .core import Key, ModelConfig, SomaError, TrainConfig, atomic_write, canonical_json, choose_device, derive_seed, make_dir, provenance, read_json, write_json
 from .data import Shards, Store, batch, validation_windows
 from .estimators import delta_rule, spsa, spsa_summed
-from .models import ExpertObjective, init_params
+from .models import CHUNK, ExpertObjective
 from .optim import Plateau, adam, adam_step, moments, rates, set_moments
 
 # %% ../nbs/08_train.ipynb #a8493f73
@@ -123,10 +124,11 @@ def check_identity(saved:dict, now:dict, path):
     "SomaError naming the first difference between a checkpoint's run and this one."
     what = dict(corpus="another corpus", shard="another clustering", start="other initial parameters")
     for part, value in now.items():
-        if saved.get(part) == value: continue
+        old = saved.get(part)
+        if old == value: continue
         if part in what: raise SomaError(f"{path}: this checkpoint was made from {what[part]}; choose another --out, or go back to what made it")
-        name = next(k for k in value if saved[part].get(k) != value[k])
-        raise SomaError(f"{path}: this checkpoint has {name} = {saved[part].get(name)}, not {value[name]}; use the same settings, or another --out")
+        name = next(k for k in (*value, *(old or {})) if (old or {}).get(k) != value.get(k))
+        raise SomaError(f"{path}: this checkpoint has {name} = {(old or {}).get(name)}, not {value.get(name)}; use the same settings, or another --out")
 
 # %% ../nbs/08_train.ipynb #08550a80
 class Metrics:
@@ -181,73 +183,101 @@ def locked(folder:Path):
         yield
 
 # %% ../nbs/08_train.ipynb #d07e9ca2
+def advance(folder:Path, runs:list, updates:int,
+            before,       # update -> None: called at its start
+            step,         # update -> mean loss: moves every run by one
+            meta,         # () -> dict: what the checkpoint says besides the state
+            every:int,    # updates between two checkpoints
+            report,       # update, loss -> None: after every update
+           ):
+    "Move runs in step until `updates`, saving at every `every`-th update, at the end, and when a signal asks to stop (then raises Stopped)."
+    with stop_signals() as asked:
+        while (update := runs[0].update) < updates:
+            before(update)
+            report(update + 1, step(update))
+            if asked or (update + 1) % every == 0 or update + 1 == updates: save_run(folder, runs, **meta())
+            if asked: raise Stopped(f"stopped after update {update + 1}, saved in {folder}; the same command goes on from there", asked[0])
+
+# %% ../nbs/08_train.ipynb #18ed4754
 def begin(cfg:TrainConfig, model:ModelConfig, theta:dict, store:Store, train_idx, valid_idx, folder:Path, device)->tuple:
     "(run, identity, metrics): resumed from the folder's checkpoint when there is one, else fresh with a checkpoint of update 0."
     path = folder/"checkpoint.safetensors"
     tensors, meta = load_checkpoint(path) if path.exists() else (None, None)
-    horizon = cfg.horizon or (meta["identity"]["train"]["horizon"] if meta and meta.get("kind") == "run" else cfg.updates)
-    run = Run(replace(cfg, horizon=horizon), model, theta, device)
+    if meta and meta.get("kind") != "run": raise SomaError(f"{path}: not a checkpoint of a training run; choose another --out")
+    run = Run(replace(cfg, horizon=cfg.horizon or (meta["identity"]["train"]["horizon"] if meta else cfg.updates)), model, theta, device)
     ident = identity(run.cfg, model, theta, store, train_idx, valid_idx)
     if meta:
-        check_identity(meta.get("identity", {}), ident, path)
+        check_identity(meta["identity"], ident, path)
         restore_runs([run], tensors, meta)
         return run, ident, Metrics(folder/"metrics.jsonl", meta["metrics_length"])
     metrics = Metrics(folder/"metrics.jsonl", 0)
     save_run(folder, [run], identity=ident, metrics_length=metrics.sync())
     return run, ident, metrics
 
+def finished(folder)->dict|None:
+    "The result of a run that reached its last update: `update` and `valid`, else None."
+    folder = Path(folder)
+    if not (folder/"result.json").exists() or not (folder/"checkpoint.safetensors").exists(): return None
+    result = read_json(folder/"result.json", "result")
+    return result if result.get("update") == load_checkpoint(folder/"checkpoint.safetensors")[1]["states"][0]["update"] else None
+
 def train(cfg:TrainConfig, model:ModelConfig,
           theta:dict,            # initial parameters: `init_params`, or a seed's
           store:Store,
           train_idx, valid_idx,  # sequences of the shard to train on and to judge by
-          out,                   # folder of the run: checkpoint.safetensors, metrics.jsonl, result.json
-          chunk:int=32,           # perturbed models in flight: memory and speed, not results
+          out,                   # folder of the run: checkpoint.safetensors, metrics.jsonl, result.json, sessions.jsonl
+          chunk:int=CHUNK,       # perturbed models in flight: memory and speed, not results
           device:str="cpu",
-          checkpoint_every:int=100,       # updates between two checkpoints
+          checkpoint_every:int=100,         # updates between two checkpoints
           report=lambda update, loss: None, # called after every update
          )->dict:
-    "Train or resume until cfg.updates (§4, Appendix E): final update, validation loss and provenance. Raises Stopped after a signal."
+    "Train or resume until cfg.updates (§4, Appendix E): final update and validation loss. Raises Stopped after a signal."
     folder, device, began = make_dir(out), choose_device(device), time.time()
-    objective = ExpertObjective(model, cfg.tile, chunk)
-    judged = validation_windows(store, valid_idx, cfg).to(device)
-    with locked(folder), stop_signals() as asked:
+    objective, judged = ExpertObjective(model, cfg.tile, chunk), validation_windows(store, valid_idx, cfg).to(device)
+    with locked(folder):
         run, ident, metrics = begin(cfg, model, theta, store, train_idx, valid_idx, folder, device)
-        first = run.update
-        try:
-            while run.update < cfg.updates:
-                if run.update % cfg.judge_every == 0: metrics.write(run.judge(objective, judged))
-                loss = run.step(objective, batch(store, train_idx, run.cfg, run.update).to(device))
-                report(run.update, loss)
-                if asked or run.update % checkpoint_every == 0 or run.update == cfg.updates: save_run(folder, [run], identity=ident, metrics_length=metrics.sync())
-                if asked: raise Stopped(f"stopped after update {run.update}, saved in {folder}; the same command goes on from there", asked[0])
+        first, judge = run.update, lambda update: metrics.write(run.judge(objective, judged)) if update % cfg.judge_every == 0 else None
+        def step(update): return run.step(objective, batch(store, train_idx, run.cfg, update).to(device))
+        try: advance(folder, [run], cfg.updates, judge, step, lambda: dict(identity=ident, metrics_length=metrics.sync()), checkpoint_every, report)
         except SomaError as e: raise SomaError(f"{e}; {folder} keeps its last good checkpoint") from None
-        finally: metrics.file.close()
-        result = dict(update=run.update, valid=objective.mean_loss(run.theta, judged))
-        write_json(folder/"result.json", result | provenance(impl=objective.impl, device=str(device), seconds=time.time() - began, updates=run.update - first))
-    return result
+        finally:
+            metrics.file.close()
+            session = dict(first=first, last=run.update, seconds=time.time() - began) | provenance(impl=objective.impl, device=str(device))
+            if run.update > first: add_line(folder/"sessions.jsonl", session)
+        if not finished(folder): write_json(folder/"result.json", dict(update=run.update, valid=objective.mean_loss(run.theta, judged)))
+        return finished(folder)
+
+def add_line(path:Path, value:dict):
+    "Append one JSON line; a line cut short by a kill is ended first."
+    with open(path, "ab+") as f:
+        whole = f.tell() == 0 or (f.seek(-1, os.SEEK_END), f.read(1))[1] == b"\n"
+        f.write((b"" if whole else b"\n") + canonical_json(value).encode() + b"\n")
 
 def read_metrics(folder)->list:
     "The lines of a run's metrics.jsonl."
     return [json.loads(line) for line in (Path(folder)/"metrics.jsonl").read_text().splitlines()]
 
-# %% ../nbs/08_train.ipynb #0e2dea62
+# %% ../nbs/08_train.ipynb #37021fbc
 class Bar:
     "A progress bar over updates: loss, updates and bytes a second, time left."
     def __init__(self, total:int, cfg:TrainConfig, label:str, show:bool=True):
         self.bytes, self.began, self.seen, self.last = cfg.A*cfg.B*cfg.T, time.time(), 0, {}
         self.bar = tqdm(total=total, desc=label, unit="update", disable=not show, dynamic_ncols=True, mininterval=0.5)
 
-    def __call__(self, update:int, loss:float, job:int=0):
-        "Show that job `job` has reached `update`; a resumed job starts where it is."
-        step = update - self.last.get(job, update - 1)
-        self.last[job], self.seen = update, self.seen + step
-        if self.bar.n == 0 and update > 1 and len(self.last) == 1: self.bar.initial = update - 1
+    def __call__(self, update:int, loss:float, job:int=0, first:int|None=None):
+        "Show that job `job`, which began this session at update `first`, has reached `update`."
+        if self.bar.disable: return
+        if job not in self.last:   # what an earlier session did is shown as done, but not as speed
+            self.last[job] = update - 1 if first is None else first
+            self.bar.n, self.bar.initial = self.bar.n + self.last[job], self.bar.initial + self.last[job]
+        step, self.last[job] = update - self.last[job], update
+        self.seen += step
         self.bar.set_postfix_str(f"loss {loss:.3f}, {self.seen * self.bytes / (time.time() - self.began) / 1000:.0f} kB/s", refresh=False)
         self.bar.update(step)
 
     def close(self): "Leave the last state on the screen."; self.bar.close()
 
-# %% ../nbs/08_train.ipynb #37021fbc
+# %% ../nbs/08_train.ipynb #94d0c70b
 @dataclass(frozen=True)
 class Job:
     "One expert to train: everything a fresh process needs to know."
@@ -258,7 +288,7 @@ class Job:
     expert:int   # which shard
     out:str      # folder of the run
     device:str = "cpu"
-    chunk:int = 8
+    chunk:int = CHUNK
 
     def run(self, report=lambda update, loss: None)->dict:
         "Train or resume it here."
@@ -269,16 +299,38 @@ class Job:
 
 def _work(numbered:list, threads:int, events):
     "Run jobs one after another in this process, telling `events` how they fare."
+    os.setpgrp()                       # Ctrl-C in a terminal goes to the parent alone, which asks each worker once
     torch.set_num_threads(threads)
     parent = os.getppid()
     for i, job in numbered:
-        last = 0.0
+        told, first = 0.0, None
         def report(update, loss):
-            nonlocal last
+            nonlocal told, first
+            first = update - 1 if first is None else first
             if os.getppid() != parent: signal.raise_signal(signal.SIGTERM)   # orphaned: save and leave
-            if time.time() - last > 0.3 or update == job.cfg.updates: events.put(("at", i, (update, loss))); last = time.time()
+            if time.time() - told > 0.3 or update == job.cfg.updates: events.put(("at", i, (update, loss, i, first))); told = time.time()
         try: events.put(("done", i, job.run(report)))
         except (SomaError, Stopped) as e: events.put((type(e).__name__, i, str(e))); return
+
+@contextmanager
+def workers_running(jobs:list, workers:int, threads:int):
+    "Start worker processes with the jobs dealt among them; yields (processes, queue of events, stop), `stop` asking each of them once to save and leave."
+    ctx, numbered, told = multiprocessing.get_context("spawn"), list(enumerate(jobs)), []
+    events = ctx.Queue()
+    processes = [ctx.Process(target=_work, args=(numbered[w::workers], threads, events), daemon=True) for w in range(workers)]
+    def stop(signum=signal.SIGTERM):
+        if told: return
+        told.append(signum)
+        for p in processes:
+            if p.is_alive(): os.kill(p.pid, signal.SIGTERM)
+    main = threading.current_thread() is threading.main_thread()
+    old = signal.signal(signal.SIGINT, signal.SIG_IGN) if main else None     # inherited: no traceback from a worker that is still importing
+    for p in processes: p.start()
+    if main: signal.signal(signal.SIGINT, old)
+    try: yield processes, events, stop
+    finally:
+        stop()
+        for p in processes: p.join()
 
 def run_jobs(jobs:list,
              workers:int=0,     # processes (0: one a core, at most one a job)
@@ -286,39 +338,32 @@ def run_jobs(jobs:list,
              label:str="experts", show:bool=True,
             )->list:
     "Train all jobs in worker processes; their results in order. The first error, or a signal, stops all: each saves first."
+    if workers < 0: raise SomaError(f"--workers {workers}: must be 0 (one a core) or more")
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    workers = min(workers or cores, len(jobs))
-    ctx, numbered, results = multiprocessing.get_context("spawn"), list(enumerate(jobs)), {}
-    events, bar = ctx.Queue(), Bar(sum(j.cfg.updates for j in jobs), jobs[0].cfg, label, show)
-    processes = [ctx.Process(target=_work, args=(numbered[w::workers], threads or max(1, cores // workers), events), daemon=True) for w in range(workers)]
-    def tell_all(signum=signal.SIGTERM):
-        for p in processes:
-            if p.is_alive(): os.kill(p.pid, signum)
-    problem = None
-    with stop_signals(forward=tell_all) as asked:
-        for p in processes: p.start()
+    workers, results, problem = min(workers or cores, len(jobs)), {}, None
+    bar = Bar(sum(j.cfg.updates for j in jobs), jobs[0].cfg, label, show)
+    with workers_running(jobs, workers, threads or max(1, cores // workers)) as (processes, events, stop), stop_signals(forward=stop) as asked:
         while len(results) < len(jobs):
             alive = any(p.is_alive() for p in processes)
             try: kind, i, value = events.get(timeout=0.2)
             except queue.Empty:
                 if alive: continue
                 break
-            if kind == "at": bar(*value, job=i)
+            if kind == "at": bar(*value)
             elif kind == "done": results[i] = value
-            elif problem is None: problem = (Stopped(value, asked[0] if asked else signal.SIGTERM) if kind == "Stopped" else SomaError(value)); tell_all()
+            elif problem is None and not asked: problem = SomaError(value) if kind == "SomaError" else Stopped(value, signal.SIGTERM); stop()
+        died = next((i for i in range(len(jobs)) if i not in results), None)
     bar.close()
-    for p in processes: p.join()
     if problem: raise problem
-    if asked and len(results) < len(jobs): raise Stopped("stopped before all were trained; the same command goes on from there", asked[0])
-    lost = [i for i in range(len(jobs)) if i not in results]
-    if lost: raise SomaError(f"the process of {jobs[lost[0]].out} ended without a word (exit codes {[p.exitcode for p in processes]}); the same command resumes it")
+    if died is not None and asked: raise Stopped("stopped before all were trained, and saved; the same command goes on from there", asked[0])
+    if died is not None: raise SomaError(f"the process that trained {jobs[died].out} was ended from outside (exit codes {[p.exitcode for p in processes]}); the same command resumes it")
     return [results[i] for i in range(len(jobs))]
 
-# %% ../nbs/08_train.ipynb #704489dd
+# %% ../nbs/08_train.ipynb #33c5f5db
 RULES = ("own", "summed")
 
 def step_together(runs:list, objective, windows:list, rule:str)->list:
-    "One update of every run, by its own loss or by the sum of all (Eq. 10 or 9); their mean losses."
+    "One update of every run, by its own loss or by the sum of all (Eq. 10 or 9); their mean losses. The runs share one configuration but for the stream."
     if rule == "own": return [run.step(objective, w) for run, w in zip(runs, windows)]
     cfg = runs[0].cfg
     found = spsa_summed([objective]*len(runs), [r.theta for r in runs], [w.split(cfg.B) for w in windows], [r.key for r in runs], runs[0].rates[1], cfg.P, cfg.probes)
@@ -334,7 +379,7 @@ class TogetherJob:
     out:str           # folder of this job
     rule:str          # "own" or "summed"
     keep:tuple        # updates at which parameters are kept, for `load_kept`
-    chunk:int = 32
+    chunk:int = CHUNK
 
     def _runs(self, cfg)->list:
         "The runs as they stand in their starting folders, with this job's configuration."
@@ -346,27 +391,26 @@ class TogetherJob:
         return runs
 
     def run(self, report=lambda update, loss: None)->dict:
-        "Train or resume until cfg.updates; the last mean loss of each expert."
+        "Train or resume until cfg.updates, keeping parameters on the way."
         if self.rule not in RULES: raise SomaError(f"rule {self.rule!r}: choose one of {', '.join(RULES)}")
         cfg = replace(self.cfg, horizon=self.cfg.horizon or self.cfg.updates)
         folder, store, runs = make_dir(self.out), Store(self.store), self._runs(cfg)
         shards, objective, path = Shards.load(self.shards, store), ExpertObjective(runs[0].model, cfg.tile, self.chunk), folder/"checkpoint.safetensors"
         begun = {f"{e}/{n}": t for e, r in enumerate(runs) for n, t in r.tensors().items()}
         ident = identity(cfg, runs[0].model, begun, store, np.concatenate(shards.train), np.concatenate(shards.valid)) | dict(rule=dict(rule=self.rule))
-        losses = [r.loss_sum / max(1, r.loss_count) for r in runs]
-        with locked(folder), stop_signals() as asked:
+        def keep(update):
+            if update in self.keep: save_checkpoint(kept(folder, update), {f"{e}/{n}": t for e, r in enumerate(runs) for n, t in r.theta.items()}, dict(kind="kept", experts=len(runs)))
+        def step(update):
+            losses = step_together(runs, objective, [batch(store, shards.train[e], r.cfg, update) for e, r in enumerate(runs)], self.rule)
+            return sum(losses) / len(losses)
+        with locked(folder):
             if path.exists():
                 tensors, meta = load_checkpoint(path)
-                check_identity(meta.get("identity", {}), ident, path)
+                check_identity(meta.get("identity") or {}, ident, path)
                 restore_runs(runs, tensors, meta)
-            while True:
-                update = runs[0].update
-                if update in self.keep: save_checkpoint(kept(folder, update), {f"{e}/{n}": t for e, r in enumerate(runs) for n, t in r.theta.items()}, dict(kind="kept", experts=len(runs)))
-                if update >= cfg.updates: return dict(update=update, losses=losses)
-                losses = step_together(runs, objective, [batch(store, shards.train[e], r.cfg, update) for e, r in enumerate(runs)], self.rule)
-                report(update + 1, sum(losses) / len(losses))
-                if asked or (update + 1) % 50 == 0 or update + 1 == cfg.updates: save_run(folder, runs, identity=ident)
-                if asked: raise Stopped(f"stopped after update {update + 1}, saved in {folder}; the same command goes on from there", asked[0])
+            advance(folder, runs, cfg.updates, keep, step, lambda: dict(identity=ident), 50, report)
+            keep(runs[0].update)
+        return dict(update=runs[0].update)
 
 def kept(folder, update:int)->Path: "Where a TogetherJob keeps the parameters of an update."; return Path(folder)/f"kept-{update:07d}.safetensors"
 
