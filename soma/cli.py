@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['SHARD_SEED', 'say', 'open_store', 'settings', 'data', 'seed', 'find_clusters', 'cluster', 'expert_jobs',
            'train_experts', 'score_run', 'compare', 'run_eval', 'write', 'describe', 'info', 'plot_runs', 'demo',
-           'parser', 'main']
+           'reproduce_artifacts', 'byte_count', 'parser', 'main']
 
 # %% ../nbs/15_cli.ipynb #39814460
 import argparse, sys, time, warnings
@@ -18,10 +18,12 @@ from matplotlib.figure import Figure
 
 from . import __version__
 from .core import COLORS, ModelConfig, Recipe, RunFolder, SomaError, TrainConfig, atomic_write, make_dir, plot_style, preset, provenance, read_json, set_threads, write_json
+from .corpora import open_source
 from .data import Shards, Store, build_store, make_shards, shipped_corpus
 from .evaluate import baselines, bootstrap, evaluate, format_table, paired_difference, plot_scores, save_figure, save_results, save_scores, shuffle_routes
 from .inference import generate, load_ensemble, load_model
 from .models import CHUNK, count_body, init_params, ops_per_token
+from .report import check, dry_run, listing, reproduce
 from .routing import fit_router, load_router, routing_report
 from .train import Bar, Job, Stopped, finished, load_checkpoint, read_metrics, run_jobs, train
 
@@ -32,7 +34,7 @@ def open_store(args)->Store:
     "The run's corpus store: made from --data, or the one that is there, or the corpus shipped with the clone."
     place = RunFolder(args.out).store
     if args.data is None and (place/"manifest.json").exists(): return Store(place)
-    return build_store(args.data or shipped_corpus(), place)
+    return build_store(open_source(args.data or shipped_corpus(), getattr(args, "max_bytes", None)), place)
 
 def settings(args)->tuple:
     "(recipe, model) of the command line: a preset, with what the user says instead of its values in both kinds of run."
@@ -217,14 +219,36 @@ def demo(args):
     say(f"\npictures: {figures/'demo.svg'}, {figures/'demo_training.svg'}; everything else: {run.root}; {time.time() - began:.0f} s")
 
 # %% ../nbs/15_cli.ipynb #0374f977
+def reproduce_artifacts(args):
+    "Make the paper's figures and tables again: CSV, picture and record under figures/PRESET."
+    if not args.ids and not (args.list or args.check): raise SomaError("reproduce: name artifacts (fig04 tab02 …) or all; soma reproduce --list shows them")
+    if args.ids and (args.list or args.check): raise SomaError("reproduce: --list and --check look at all artifacts; leave the ids out")
+    faults = []
+    if args.list: say(listing())
+    elif args.dry_run:
+        table, faults = dry_run(args.ids, args.preset)
+        say(table)
+    elif args.check:
+        faults, notes = check(preset=args.preset)
+        for note in notes: say(f"note: {note}")
+        if not faults: say(f"the manifest agrees with files and notebooks; every picture of preset {args.preset} was drawn again, byte for byte")
+    else: faults = reproduce(args.ids, args.preset, say=say)
+    if faults: raise SomaError("\nsoma: ".join(faults))
+
+# %% ../nbs/15_cli.ipynb #ffd68418
 class _Parser(argparse.ArgumentParser):
     "Errors are one line and exit code 2; options are not guessed from their beginnings."
     def __init__(self, *args, **kwargs): super().__init__(*args, allow_abbrev=False, **kwargs)
     def error(self, message): self.exit(2, f"soma: {message} (see {self.prog} --help)\n")
 
+def byte_count(text:str)->int:
+    "A number of bytes: 200000 or 10e9."
+    try: return int(float(text))
+    except (ValueError, OverflowError): raise argparse.ArgumentTypeError(f"{text!r} is not a number of bytes; write 200000 or 10e9") from None
+
 def _out(p): p.add_argument("--out", default="runs/mine", help="folder of the run; every command adds its part (default: %(default)s)")
 
-def _corpus(p): p.add_argument("--data", help="corpus: .txt, .jsonl, .jsonl.gz, .parquet or a folder (default: the store in --out, else the shipped corpus)")
+def _corpus(p): p.add_argument("--data", help="corpus: .txt, .jsonl, .jsonl.gz, .parquet, a folder, or hub:OWNER/NAME[@COMMIT]:CONFIG[:SPLIT] (default: the store in --out, else the shipped corpus)")
 
 def _machine(p):
     p.add_argument("--device", default="cpu", help="cpu, cuda, cuda:1, … (default: %(default)s)")
@@ -262,7 +286,7 @@ def _writing(p):
     p.add_argument("--temperature", type=float, default=0.6, help="below 1: likelier bytes; 0: always the likeliest (default: %(default)s)")
     p.add_argument("--sample-seed", type=int, default=1, help="random seed of the sample (default: %(default)s)")
 
-# %% ../nbs/15_cli.ipynb #58861682
+# %% ../nbs/15_cli.ipynb #4aa65fea
 def parser()->argparse.ArgumentParser:
     "Every command with its options."
     top = _Parser("soma", description="Language models trained without backpropagation: an ensemble of small experts, each taught by loss differences on its own cluster of a corpus.",
@@ -278,12 +302,19 @@ def parser()->argparse.ArgumentParser:
     p.add_argument("--figures", default="figures/smoke", help="folder for the pictures (default: %(default)s)")
     p.add_argument("--prompt", default="The people of the United States ", help="what the sample continues (default: %(default)r)")
     p.set_defaults(out="runs/demo")
-    add("data", data, _out).add_argument("source", metavar="CORPUS", help=".txt, .jsonl, .jsonl.gz, .parquet or a folder")
+    p = add("data", data, _out)
+    p.add_argument("source", metavar="CORPUS", help=".txt, .jsonl, .jsonl.gz, .parquet, a folder, or hub:OWNER/NAME[@COMMIT]:CONFIG[:SPLIT]")
+    p.add_argument("--bytes", dest="max_bytes", type=byte_count, metavar="BYTES", help="only the first documents, until their text reaches this, e.g. 10e9 (default: all)")
     add("seed", seed, _out, _corpus, _preset, _training, _machine)
     add("cluster", cluster, _out, _corpus, _preset, _clusters)
     add("train", train_experts, _out, _corpus, _preset, _training, _clusters, _experts, _machine)
     add("eval", run_eval, _out, _corpus, _scoring, _active, _machine)
     add("generate", write, _out, _active, _writing, _machine).add_argument("prompt", nargs="?", default="", metavar="PROMPT", help="the text to continue")
+    p = add("reproduce", reproduce_artifacts)
+    p.add_argument("ids", nargs="*", metavar="ID", help="fig01 … fig17, tab01 … tab13, prop1, cor2, eq17 … eq22; or all")
+    p.add_argument("--preset", default="small", help="paper, small (minutes on two cores; what is committed) or smoke (seconds) (default: %(default)s)")
+    for flag, what in (("list", "all ids with verdict and where they stand"), ("dry-run", "what would run: runs, operations, time, memory, disk"), ("check", "the manifest against files, notebooks and parameter names; redraw every picture")):
+        p.add_argument(f"--{flag}", action="store_true", help=what)
     add("info", info).add_argument("path", metavar="PATH", help="a run's --out folder, or a store, router or checkpoint in it")
     return top
 

@@ -97,8 +97,9 @@ def preset(name:str)->Recipe:
 
 # %% ../nbs/00_core.ipynb #9f7b5c36
 def as_config(x)->dict:
-    "A dataclass, or a dict of them, as plain JSON values."
+    "A dataclass, a recipe, or a dict of such, as plain JSON values."
     if hasattr(x, "__dataclass_fields__"): return asdict(x)
+    if hasattr(x, "_asdict"): x = x._asdict()
     return {k: as_config(v) for k, v in x.items()} if isinstance(x, dict) else x
 
 def canonical_json(x)->str: "One spelling per value: sorted keys, no spaces, no NaN."; return json.dumps(as_config(x), sort_keys=True, separators=(",", ":"), allow_nan=False)

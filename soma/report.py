@@ -17,7 +17,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
-import numpy as np
 import pandas as pd
 import yaml
 from matplotlib import rc_context
@@ -70,12 +69,14 @@ def mark_paper(ax, x, y, label:str="the paper", **more):
 COLUMNS = ["artifact", "preset", "run_id", "method", "N", "n_pert", "B", "seed", "step", "metric", "value", "unit", "device"]
 _WHOLE = ["N", "n_pert", "B", "seed", "step"]
 
+def _short(v): "509, not 509.0."; return int(v) if isinstance(v, float) and v.is_integer() and abs(v) < 2**53 else v
+
 def format_rows(rows:list,    # dicts with any of COLUMNS; artifact, preset, metric and value are needed
                )->str:
     "The CSV of a result."
     unknown = sorted({name for r in rows for name in r} - set(COLUMNS))
     if unknown: raise SomaError(f"a result has no column {', '.join(unknown)}; its columns are {', '.join(COLUMNS)}")
-    frame = pd.DataFrame(rows, columns=COLUMNS, dtype=object)
+    frame = pd.DataFrame([r | dict(value=_short(r.get("value"))) for r in rows], columns=COLUMNS, dtype=object)
     for name in ("artifact", "preset", "metric", "value"):
         if not len(frame) or frame[name].isna().any(): raise SomaError(f"a result has no {name} in some row" if len(frame) else "a result has no rows")
     for name in _WHOLE: frame[name] = frame[name].astype("Int64")
