@@ -13,7 +13,7 @@ import torch
 
 from .core import Key, ModelConfig, RunFolder, SomaError, choose_device
 from .models import ExpertObjective, forward, logits
-from .routing import load_router
+from .routing import PREFIX, load_router
 from .train import load_theta
 
 # %% ../nbs/10_inference.ipynb #03376adc
@@ -42,13 +42,13 @@ class Ensemble:
         "The k experts of each window, nearest first: int64 [n, k]."
         if not 1 <= k <= self.N: raise SomaError(f"k = {k}: choose between 1 and the number of experts, {self.N}")
         if self.router is None: return np.tile(np.arange(k), (len(windows), 1))
-        return self.router.top_k([bytes(w[:256]) for w in windows], k)
+        return self.router.top_k([bytes(w[:PREFIX]) for w in windows], k)
 
     def token_losses(self,
                      windows,            # bytes uint8 [n, T+1]
                      routes:np.ndarray,  # int [n, k]: the experts of each window
                     )->np.ndarray:
-        "Nats of every target byte under the averaged prediction (Eq. 1): float64 [n, T]."
+        "Nats of every target byte under the averaged prediction (Eq. 1): float64 [n, T]. An expert stands at most once in a route."
         windows = torch.from_numpy(np.array(windows)).to(self.device)
         p = torch.zeros(len(windows), windows.shape[1] - 1, dtype=torch.float64)
         for e, theta in enumerate(self.thetas):
