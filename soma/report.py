@@ -535,7 +535,7 @@ def reproduce_job(root:Path, manifest:dict, job:Job, preset:str, say)->list:
         left = [i for i, w in words().items() if w != "made"]
         say(f"{', '.join(i for i in job.ids if i not in left) or 'nothing'}: made in {duration(time.time() - began)}, in figures/{preset}")
         return [f"{', '.join(left)}: {job.notebook} ended without making it"] if left else []
-    for i in job.ids: say(f"{i}: " + ("drawn again from its CSV" if redraw(root, job.entry, i, preset) else "made already") + f", figures/{preset}/{manifest[i]['outputs'][1]}")
+    for i in job.ids: say(f"{i}: " + ("drawn again from its CSV" if redraw(root, manifest[i], i, preset) else "made already") + f", figures/{preset}/{manifest[i]['outputs'][1]}")
     return []
 
 def reproduce(ids:list,             # ids, or "all"
