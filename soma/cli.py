@@ -17,7 +17,7 @@ from matplotlib import rc_context
 from matplotlib.figure import Figure
 
 from . import __version__
-from .core import COLORS, ModelConfig, Recipe, RunFolder, SomaError, TrainConfig, atomic_write, make_dir, plot_style, preset, provenance, read_json, set_threads, write_json
+from .core import COLORS, ModelConfig, Recipe, RunFolder, SomaError, TrainConfig, atomic_write, choose_device, make_dir, plot_style, preset, provenance, read_json, set_threads, write_json
 from .corpora import open_source
 from .data import Shards, Store, build_store, make_shards, shipped_corpus
 from .evaluate import baselines, bootstrap, evaluate, format_table, paired_difference, plot_scores, save_figure, save_results, save_scores, shuffle_routes
@@ -322,8 +322,11 @@ def main(argv=None)->int:
     "Run a command: exit code 0, 2 with one line for anything the user can put right, 128 + signal when stopped."
     args = parser().parse_args(argv)
     warnings.showwarning = lambda message, category, *rest, **more: print(f"soma: note: {message}", file=sys.stderr)
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"): stream.reconfigure(errors="replace")   # a terminal that knows few characters gets ? for the others
     try:
         set_threads(getattr(args, "threads", None))
+        choose_device(getattr(args, "device", "cpu"))
         args.run(args)
     except Stopped as e: print(f"soma: {e}", file=sys.stderr); return 128 + e.signum
     except KeyboardInterrupt: print("soma: stopped", file=sys.stderr); return 130
