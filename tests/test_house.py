@@ -1,5 +1,5 @@
 "The laws of the house: layers point down, what is made is in sync with what it is made from, and a clone installs itself."
-import ast, difflib, json, os, re, shutil, stat, subprocess, sys, tomllib, zipfile
+import ast, difflib, gzip, json, os, re, shutil, stat, subprocess, sys, tomllib, zipfile
 from configparser import ConfigParser
 from pathlib import Path
 
@@ -267,3 +267,15 @@ def test_wheel_imports_outside_the_clone(installed, tmp_path):
     r = run(sys.executable, "-c", "import soma.core; print(soma.core.__file__, soma.core.run_id(soma.core.PRESETS['paper']))", cwd=tmp_path, PYTHONPATH=str(lib))
     from soma.core import PRESETS, run_id
     assert r.stdout.split() == [str(lib/"soma/core.py"), run_id(PRESETS["paper"])], r.stderr
+
+def test_wheel_trains_on_data_and_asks_for_it(installed, tmp_path):
+    from soma.data import shipped_corpus
+    _, lib = installed
+    def soma(*argv): return run(sys.executable, "-c", "import sys, soma.cli; print(soma.cli.__file__); sys.exit(soma.cli.main())", *argv, cwd=tmp_path, PYTHONPATH=str(lib), OMP_NUM_THREADS="1")
+    tiny = ["train", "-N", "2", "--preset", "smoke", "--model-d", "8", "--model-d-E", "8", "--quiet", "--workers", "1", "--out", "out"]
+    asked = soma(*tiny)
+    assert (asked.returncode, asked.stdout.split(), len(asked.stderr.splitlines())) == (2, [str(lib/"soma/cli.py")], 1) and "--data" in asked.stderr and list(tmp_path.iterdir()) == []
+    with gzip.open(shipped_corpus(), "rt", encoding="utf-8") as f: (tmp_path/"mine.jsonl").write_text("".join(line for line, _ in zip(f, range(20))), encoding="utf-8")
+    trained = soma(*tiny, "--data", "mine.jsonl")
+    assert trained.returncode == 0 and "experts: 20 updates each" in trained.stdout, trained.stderr
+    assert {p.parent.name for p in (tmp_path/"out").rglob("checkpoint.safetensors")} == {"seed", "0", "1"}
