@@ -16,10 +16,13 @@ from typing import NamedTuple
 import torch
 
 # %% ../nbs/00_core.ipynb #5bbf124f
+os.environ.setdefault("MKL_CBWR", "AUTO,STRICT")  # the same bits for any number of threads; read when MKL first multiplies
+
+# %% ../nbs/00_core.ipynb #83f415cf
 class SomaError(Exception):
     "Something the user can put right: one line that says what is wrong and what to do."
 
-# %% ../nbs/00_core.ipynb #2397c8f4
+# %% ../nbs/00_core.ipynb #c04cb022
 V = 256  # vocabulary: one symbol per byte
 
 @dataclass(frozen=True)
@@ -36,7 +39,7 @@ class ModelConfig:
     @property
     def projected(self)->bool: "Input and output projections exist exactly when d ≠ d_E."; return self.d != self.d_E
 
-# %% ../nbs/00_core.ipynb #c04cb022
+# %% ../nbs/00_core.ipynb #5c980ea9
 @dataclass(frozen=True)
 class TrainConfig:
     "One training run. Defaults: Table 1 and Appendix E."
@@ -75,7 +78,7 @@ class TrainConfig:
         for name, known in dict(schedule=("plateau", "cosine"), head=("frozen", "delta")).items():
             if getattr(self, name) not in known: raise SomaError(f"{name} = {getattr(self, name)!r}: choose one of {', '.join(known)}")
 
-# %% ../nbs/00_core.ipynb #1e258264
+# %% ../nbs/00_core.ipynb #138338f6
 class Recipe(NamedTuple):
     "The two kinds of run in a SOMA ensemble (§4), and how many experts it has unless told otherwise."
     seed:TrainConfig
@@ -95,7 +98,7 @@ def preset(name:str)->Recipe:
     if name not in PRESETS: raise SomaError(f"--preset {name}: unknown; choose one of {', '.join(PRESETS)}")
     return PRESETS[name]
 
-# %% ../nbs/00_core.ipynb #9f7b5c36
+# %% ../nbs/00_core.ipynb #68850a93
 def as_config(x)->dict:
     "A dataclass, a recipe, or a dict of such, as plain JSON values."
     if hasattr(x, "__dataclass_fields__"): return asdict(x)
@@ -106,7 +109,7 @@ def canonical_json(x)->str: "One spelling per value: sorted keys, no spaces, no 
 
 def run_id(config)->str: "12 hex digits that name a configuration."; return hashlib.sha256(canonical_json(config).encode()).hexdigest()[:12]
 
-# %% ../nbs/00_core.ipynb #a93222d1
+# %% ../nbs/00_core.ipynb #b2cd0edd
 _M0, _M1, _W0, _W1, _MASK = 0xD2511F53, 0xCD9E8D57, 0x9E3779B9, 0xBB67AE85, 0xFFFFFFFF
 
 def _mulhilo(a:int, b:torch.Tensor)->tuple:
@@ -127,7 +130,7 @@ def philox(c0, c1, c2, c3,  # counter words: ints, or int64 tensors that broadca
         k0, k1 = (k0 + _W0) & _MASK, (k1 + _W1) & _MASK
     return c0, c1, c2, c3
 
-# %% ../nbs/00_core.ipynb #c6599b0d
+# %% ../nbs/00_core.ipynb #43474cef
 STREAMS = dict(probe=0, gaussian=1, batch=2, window=3, init=4, sample=5)  # counter word 3: what a number is for
 
 @dataclass(frozen=True)
@@ -163,7 +166,7 @@ def derive_seed(seed:int, *names)->int:
     "A 32-bit seed for a named part of a run: equal names give equal seeds, different names independent ones."
     return int.from_bytes(hashlib.sha256(canonical_json([seed, *names]).encode()).digest()[:4], "little")
 
-# %% ../nbs/00_core.ipynb #9e20c4ce
+# %% ../nbs/00_core.ipynb #8f05aa05
 def make_dir(path, what:str="--out")->Path:
     "Create a folder (and its parents); a clear error when something is in the way."
     path = Path(path)
@@ -207,7 +210,7 @@ def sha256_file(path)->str:
     "Hex sha256 of a file, read in pieces."
     with open(path, "rb") as f: return hashlib.file_digest(f, "sha256").hexdigest()
 
-# %% ../nbs/00_core.ipynb #5470e437
+# %% ../nbs/00_core.ipynb #1535db94
 @dataclass(frozen=True)
 class RunFolder:
     "Places under `--out`: the corpus store, the seed, the clusters (router and shards), the experts, and the control that is trained on everything."
@@ -225,7 +228,7 @@ class RunFolder:
     def control(self)->Path: "The seed continued on everything for one expert's number of updates."; return self.root/"control"
     def expert(self, e:int)->Path: "Training folder of expert e."; return self.root/"experts"/str(e)
 
-# %% ../nbs/00_core.ipynb #7b94b1b6
+# %% ../nbs/00_core.ipynb #a8d4ed30
 def choose_device(name:str="cpu")->torch.device:
     "A torch device that exists and knows float64, or a clear error: `cpu`, `cuda`, `cuda:1`."
     try: device = torch.device(name); torch.empty(1, device=device, dtype=torch.float64)
@@ -237,7 +240,7 @@ def set_threads(n:int|None):
     if n is not None and n < 1: raise SomaError(f"--threads {n}: must be at least 1")
     if n: torch.set_num_threads(n)
 
-# %% ../nbs/00_core.ipynb #8950eacf
+# %% ../nbs/00_core.ipynb #ad680d7f
 def _git(*args)->str:
     try: return subprocess.run(["git", "-C", str(Path(__file__).parent), *args], capture_output=True, text=True, timeout=10).stdout.strip()
     except (OSError, subprocess.SubprocessError, NameError): return ""
@@ -251,7 +254,7 @@ def provenance(**more)->dict:
                 machine=platform.machine(), cores=os.cpu_count(), threads=torch.get_num_threads(),
                 command=" ".join([Path(sys.argv[0]).name, *sys.argv[1:]]), date=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), **more)
 
-# %% ../nbs/00_core.ipynb #27c749a1
+# %% ../nbs/00_core.ipynb #7a504e67
 COLORS = ["#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#bbbbbb"]
 
 def plot_style()->dict:

@@ -21,7 +21,7 @@ class Estimate(NamedTuple):
     grad:dict             # name -> tensor like theta's, for the perturbed names
     losses:torch.Tensor   # float64 [A, 2, P, B]: at +ε and −ε
     @property
-    def loss(self)->float: "Mean of all perturbed losses: the clean loss up to O(ε²)."; return self.losses.mean().item()
+    def loss(self)->float: "Mean of all perturbed losses: the clean loss up to O(ε²)."; return ordered_sum(self.losses.flatten()).item() / self.losses.numel()
 
 def slopes(losses:torch.Tensor,  # float64 [2, P, B]: at +ε and −ε
            eps:float,
@@ -95,7 +95,9 @@ class _Loss(nn.Module):
     def __init__(self, module, loss):
         super().__init__()
         self.module, self.loss = module, loss
-    def forward(self, batch): return torch.as_tensor(self.loss(self.module, batch))
+    def forward(self, batch):
+        value = self.loss(self.module, batch)
+        return value if isinstance(value, torch.Tensor) else torch.as_tensor(value, dtype=torch.float64)   # a Python float has 53 bits
 
 _NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.modules.batchnorm._BatchNorm)
 

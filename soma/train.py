@@ -103,7 +103,8 @@ def load_checkpoint(path)->tuple:
     except FileNotFoundError: raise SomaError(f"{path}: no such checkpoint") from None
     except KeyError: raise SomaError(f"{path}: a safetensors file, but not a soma checkpoint") from None
     except (safetensors.SafetensorError, ValueError, OSError) as e: raise SomaError(f"{path}: damaged or not a checkpoint ({e}); restore it, or train again into another --out") from None
-    if meta.get("format", 0) > FORMAT: raise SomaError(f"{path}: written by a later soma (format {meta['format']}, this one reads {FORMAT}); update soma")
+    if not isinstance(meta, dict) or not isinstance(meta.get("format"), int): raise SomaError(f"{path}: damaged or not a checkpoint (no format); restore it, or train again into another --out")
+    if meta["format"] > FORMAT: raise SomaError(f"{path}: written by a later soma (format {meta['format']}, this one reads {FORMAT}); update soma")
     if meta.pop("digest", None) != digest(tensors, meta): raise SomaError(f"{path}: damaged (its contents do not match its digest); restore it, or train again into another --out")
     return tensors, meta
 
@@ -163,13 +164,13 @@ class Stopped(Exception):
 
 @contextmanager
 def stop_signals(forward=lambda signum: None):
-    "Within: SIGINT and SIGTERM fill the yielded list (and are forwarded); the second one acts as usual."
+    "Within: SIGINT and SIGTERM fill the yielded list (and are forwarded); the second one acts as usual. One that is ignored stays ignored."
     asked, old = [], {}
     def ask(signum, frame):
         asked.append(signum)
         forward(signum)
         for s, handler in old.items(): signal.signal(s, handler)
-    if threading.current_thread() is threading.main_thread(): old = {s: signal.signal(s, ask) for s in (signal.SIGINT, signal.SIGTERM)}
+    if threading.current_thread() is threading.main_thread(): old = {s: signal.signal(s, ask) for s in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(s) != signal.SIG_IGN}
     try: yield asked
     finally:
         for s, handler in old.items(): signal.signal(s, handler)
@@ -203,7 +204,7 @@ def begin(cfg:TrainConfig, model:ModelConfig, theta:dict, store:Store, train_idx
     "(run, identity, metrics): resumed from the folder's checkpoint when there is one, else fresh with a checkpoint of update 0."
     path = folder/"checkpoint.safetensors"
     tensors, meta = load_checkpoint(path) if path.exists() else (None, None)
-    if meta and meta.get("kind") != "run": raise SomaError(f"{path}: not a checkpoint of a training run; choose another --out")
+    if meta and meta.get("kind") != "run": raise SomaError(f"{path}: is not of a training run; choose another --out")
     run = Run(replace(cfg, horizon=cfg.horizon or (meta["identity"]["train"]["horizon"] if meta else cfg.updates)), model, theta, device)
     ident = identity(run.cfg, model, theta, store, train_idx, valid_idx)
     if meta:

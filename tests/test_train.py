@@ -1,7 +1,7 @@
 "Laws of training: a run that is killed, stopped, extended, chunked, threaded or spread over processes ends in the same bytes."
-import json, multiprocessing, os, signal, subprocess, sys, time
+import gc, json, math, multiprocessing, os, shutil, signal, subprocess, sys, threading, time
 from collections import Counter
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 import numpy as np
@@ -10,14 +10,15 @@ import safetensors.torch
 import torch
 
 import soma.core, soma.train
-from soma.core import Key, ModelConfig, SomaError, TrainConfig, V, write_json
-from soma.data import Shards, Store, build_store, make_shards
-from soma.models import body_layout, init_params
+from soma.core import Key, ModelConfig, SomaError, TrainConfig, derive_seed, write_json
+from soma.data import Shards, Store, batch, build_store, make_shards
+from soma.estimators import Estimate
+from soma.models import ExpertObjective, init_params
 from soma.probes import PROBES
-from soma.train import Job, Stopped, TogetherJob, load_checkpoint, load_kept, load_theta, locked, read_metrics, run_jobs, save_checkpoint, train
+from soma.train import Job, Run, Stopped, TogetherJob, digest, load_checkpoint, load_kept, load_theta, read_metrics, run_jobs, step_together, train
 
 MODEL = ModelConfig(d=8, D=1, d_E=8)
-CFG = TrainConfig(updates=9, P=2, B=2, T=16, lr=1e-2, eps=3e-3, schedule="plateau", patience=4, tolerance=10., judge_every=2, judge_windows=4, tile=4, head="delta")
+CFG = TrainConfig(updates=7, P=2, B=2, T=8, lr=1e-2, eps=3e-3, schedule="plateau", patience=4, tolerance=10., judge_every=2, judge_windows=2, tile=4, head="delta")
 FILES = ("checkpoint.safetensors", "metrics.jsonl")
 
 def corpus(path, n, salt=0)->Path:
@@ -43,9 +44,11 @@ def go(home, out, cfg=CFG, model=MODEL, expert=0, theta=None, checkpoint_every=3
 
 def state(folder)->tuple:
     "What a run leaves behind that must not depend on its history; and that it leaves nothing else."
-    assert sorted(p.name for p in folder.iterdir()) == sorted([".lock", "result.json", *FILES])
+    assert {p.name for p in folder.iterdir()} - {"sessions.jsonl"} == {".lock", "result.json", *FILES}
     result = json.loads((folder/"result.json").read_text())
     return *((folder/f).read_bytes() for f in FILES), result["update"], result["valid"]
+
+def snapshot(folder)->dict: "Every file and its bytes."; return {p.name: p.read_bytes() for p in folder.iterdir() if p.is_file() and p.name != ".lock"}
 
 def one_line(error, *words):
     "The error is one line and says each of the words."
@@ -56,15 +59,19 @@ def one_line(error, *words):
 
 class Faults:
     "Names every moment before, in the middle of and after a change of the disk; at one of them the process is killed."
-    def __init__(self, kill_at=None, lose=None):  # lose: a folder whose files also lose what was not yet synced, as when the power fails
-        self.kill_at, self.lose, self.moments, self.durable = kill_at, lose, [], {}
+    def __init__(self, folder, kill_at=None, lose=False):  # lose: unsynced bytes are lost too, as when the power fails
+        self.folder, self.kill_at, self.lose, self.moments, self.durable = folder, kill_at, lose, [], {}
+
+    def unsynced(self)->list:
+        "Files of the folder with the length they would have after a power failure, where that is less."
+        found = [(p, p.stat().st_size, self.durable.get(p.stat().st_ino)) for p in self.folder.iterdir()] if self.folder.exists() else []
+        return [(p, safe) for p, size, safe in found if safe is not None and safe < size]
 
     def moment(self, name):
         if len(self.moments) == self.kill_at:
-            for p in self.lose.iterdir() if self.lose else ():
-                if p.stat().st_ino in self.durable: os.truncate(p, min(p.stat().st_size, self.durable[p.stat().st_ino]))
+            for p, safe in self.unsynced() if self.lose else (): os.truncate(p, safe)
             os.kill(os.getpid(), signal.SIGKILL)
-        self.moments.append(name)
+        self.moments.append((name, bool(self.unsynced())))
 
     def around(self, change, name, *args):
         self.moment(f"{name}: before")
@@ -80,14 +87,10 @@ class Faults:
         return Spied(file, self)
 
     def install(self):
-        replace, fsync = os.replace, os.fsync
-        def spied_fsync(fd):
-            self.around(fsync, "sync", fd)
-            info = os.fstat(fd)
-            self.durable[info.st_ino] = info.st_size
-        os.replace, os.fsync = lambda a, b: self.around(replace, f"rename {Path(b).name}", a, b), spied_fsync
+        replace = os.replace
+        def fsync(fd): info = os.fstat(fd); self.durable[info.st_ino] = info.st_size
+        os.replace, os.fsync = lambda a, b: self.around(replace, f"rename {Path(b).name}", a, b), lambda fd: self.around(fsync, "sync", fd)
         soma.core.open = soma.train.open = self.open
-        soma.train.provenance = lambda **more: {}   # starts git, which is slow and changes nothing
 
 class Spied:
     "A file opened for writing whose writes can be cut in half."
@@ -115,25 +118,36 @@ def start(action)->int:
 def end(pid)->int: "Its exit code, or minus the signal that ended it."; return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 def child_kills(home, out):
-    "Kill at each moment, then once more on the way, then let it finish; report what differs from a run left alone."
-    def attempt(folder, kill_at=None, lose=False, log=None):
+    "Kill a copy of this process at each moment (every third time another one on the way), then finish here; report what differs from a run left alone."
+    def attempt(folder, kill_at=None, lose=False):
         def action():
-            faults = Faults(kill_at, folder if lose else None)
-            faults.install()
+            Faults(folder, kill_at, lose).install()
             go(home, folder)
-            if log: write_json(log, faults.moments)
         return end(start(action))
-    assert attempt(out/"whole", log=out/"moments.json") == 0
-    whole, moments, bad, again = state(out/"whole"), json.loads((out/"moments.json").read_text()), [], 0
-    for lose in (False, True):
-        for i, name in enumerate(moments):
-            folder = out/f"{i}-{lose}"
-            codes = [attempt(folder, i, lose), attempt(folder, 7 * i % 23, lose), attempt(folder)]
-            again += codes[1] == -signal.SIGKILL
-            if codes[0] != -signal.SIGKILL or codes[2] or state(folder) != whole: bad.append((i, name, lose, codes))
-    print(json.dumps(dict(moments=moments, bad=bad, again=again)))
+    soma.train.provenance, os.fsync = lambda **more: {}, lambda fd: None   # slow, and nothing here depends on them
+    go(home, out/"whole")
+    def dry_run():
+        faults = Faults(out/"dry")
+        faults.install()
+        go(home, faults.folder)
+        write_json(out/"moments.json", faults.moments)
+    gc.freeze()   # what is here already is shared with the copies
+    assert end(start(dry_run)) == 0
+    whole, moments, bad, again, outcome = state(out/"whole"), json.loads((out/"moments.json").read_text()), [], 0, {}
+    def finish(folder):
+        left = tuple(sorted(snapshot(folder).items())) if folder.exists() else ()
+        if left not in outcome:   # what is left on the disk is all that the next process knows
+            try: go(home, folder); outcome[left] = state(folder) == whole
+            except SomaError as e: outcome[left] = str(e)
+        return outcome[left]
+    for i, lose in [(i, False) for i in range(len(moments))] + [(i, True) for i, (_, unsynced) in enumerate(moments) if unsynced]:
+        folder = out/f"{i}-{lose}"
+        first, second = attempt(folder, i, lose), attempt(folder, i // 3, lose) if i % 3 == 0 else 0
+        again += second == -signal.SIGKILL
+        if first != -signal.SIGKILL or (same := finish(folder)) is not True: bad.append((moments[i][0], lose, first, second, same))
+    print(json.dumps(dict(moments=moments, bad=bad, again=again, outcomes=len(outcome))))
 
-def child(what, *args, timeout=120)->dict:
+def child(what, *args, timeout=300)->dict:
     "What a fresh process prints as JSON after doing `child_<what>` of this file."
     r = subprocess.run([sys.executable, __file__, what, *map(str, args)], capture_output=True, text=True, timeout=timeout, start_new_session=True)
     assert r.returncode == 0, r.stderr
@@ -141,16 +155,16 @@ def child(what, *args, timeout=120)->dict:
 
 def test_killed_at_every_write_and_rename(home, tmp_path):
     found = child("kills", home, tmp_path)
-    moments = Counter(found["moments"])
-    saved, lines = 4, 5   # checkpoints of updates 0, 3, 6, 9; metrics of updates 0, 2, 4, 6, 8
-    expected = {f"write metrics.jsonl: {w}": lines for w in ("before", "half", "after")} | {f"truncate metrics.jsonl: {w}": 1 for w in ("before", "after")}
-    expected |= {f"write checkpoint.safetensors: {w}": saved for w in ("before", "half", "after")} | {f"write result.json: {w}": 1 for w in ("before", "half", "after")}
-    expected |= {f"rename {name}: {w}": n for name, n in (("checkpoint.safetensors", saved), ("result.json", 1)) for w in ("before", "after")}
-    expected |= {f"sync: {w}": saved + 2 * (saved + 1) for w in ("before", "after")}   # metrics before each checkpoint; each new file, and its folder
-    expected |= {f"open {name}: {w}": n for name, n in ((".lock", 1), ("metrics.jsonl", 1), (".checkpoint.safetensors.tmp", saved), (".result.json.tmp", 1)) for w in ("before", "after")}
-    assert moments == expected
-    assert found["bad"] == [], found["bad"]
-    assert found["again"] > len(found["moments"])   # of two passes over all moments, more than half were killed twice
+    saved, lines = 4, 4   # checkpoints of updates 0, 3, 6, 7; metrics of updates 0, 2, 4, 6
+    before_after, all_three = ("before", "after"), ("before", "half", "after")
+    expected = [("write metrics.jsonl", all_three, lines), ("write checkpoint.safetensors", all_three, saved), ("write result.json", all_three, 1), ("write sessions.jsonl", all_three, 1),
+                ("rename checkpoint.safetensors", before_after, saved), ("rename result.json", before_after, 1), ("truncate metrics.jsonl", before_after, 1),
+                ("sync", before_after, saved + 2 * (saved + 1)),   # metrics before each checkpoint; each new file, and its folder after the rename
+                *((f"open {name}", before_after, n) for name, n in ((".lock", 1), ("metrics.jsonl", 1), (".checkpoint.safetensors.tmp", saved), (".result.json.tmp", 1), ("sessions.jsonl", 1)))]
+    assert Counter(name for name, _ in found["moments"]) == {f"{name}: {when}": n for name, moments, n in expected for when in moments}
+    assert not [name for name, unsynced in found["moments"] if name.startswith("rename checkpoint") and unsynced]   # nothing a checkpoint counts on can be lost
+    assert found["bad"] == []
+    assert found["again"] >= len(found["moments"]) // 3 and found["outcomes"] >= 25   # so many were killed twice, and left so many different states of the disk
 
 # ---- signals from outside, and a second process on the same folder
 
@@ -160,12 +174,12 @@ def child_signals(home, out):
         def handlers(): return signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
         def report(update, loss):
             if update != 4: return
-            before = handlers()
+            before, until = handlers(), time.time() + 30
             os.write(ready, b"4")
-            while handlers() == before: time.sleep(0.001)   # until the first signal has been noticed
-            if times == 2: os.write(ready, b"!"); time.sleep(60)
+            while handlers() == before and time.time() < until: time.sleep(0.001)   # until the first signal has been noticed
+            if times == 2: os.write(ready, b"!"); time.sleep(30)
         go(home, folder, report=report)
-    assert end(start(lambda: go(home, out/"whole"))) == 0
+    go(home, out/"whole")
     found = {}
     for name in ("SIGINT", "SIGTERM"):
         for times in (1, 2):
@@ -187,6 +201,324 @@ def test_stopped_by_signals(home, tmp_path):
                          SIGINT2=[1, 2, 3, 0, True], SIGTERM2=[-signal.SIGTERM, 2, 3, 0, True])                          # the second acts as usual
     assert said.count("another process is training here") == 4 and said.count("KeyboardInterrupt") == 1
 
+
+# ---- what an update is
+
+@pytest.mark.parametrize("probes", PROBES)
+def test_an_update_by_hand(home, probes):
+    "Body and head move in the same update from the same batches: SPSA and Eq. 7, Adam with moments of their own, coupled decay on the body alone."
+    cfg, model = replace(CFG, A=2, B=3, tile=2, probes=probes, weight_decay=0.3, schedule="cosine", horizon=9), ModelConfig(d=6, D=1, d_E=5)
+    store = Store(home/"store")
+    idx, objective, run = Shards.load(home/"shards", store).train[0], ExpertObjective(model, 2), Run(cfg, model, init_params(model))
+    m, v, theta = {}, {}, {n: t.clone() for n, t in run.theta.items()}
+    for update in range(3):
+        windows, lr = batch(store, idx, cfg, update), 1e-2 * (1 + math.cos(math.pi * update / 9)) / 2
+        loss = run.step(objective, windows)
+        key, total = Key(derive_seed(cfg.seed, cfg.stream, "probes"), update), 0
+        for a in range(2):
+            up, down = objective.losses(theta, probes, key, torch.arange(2*a, 2*a + 2), cfg.eps, windows[3*a:3*a + 3]).mean(-1)
+            total = total + ((up - down) / (2*cfg.eps)) @ PROBES[probes](objective.layout, key, torch.arange(2*a, 2*a + 2)).double() / 4
+        leaf = theta["E"].double().requires_grad_()
+        torch.nn.functional.cross_entropy((objective.hidden(theta, windows).double() @ leaf.T).flatten(0, 1), windows[:, 1:].flatten().long()).backward()
+        grad = objective.layout.unflatten(total) | dict(E=leaf.grad)
+        for n, t in theta.items():
+            g = grad[n] + (0 if n == "E" else 0.3 * t.double())
+            m[n], v[n] = 0.9 * m.get(n, 0) + 0.1 * g, 0.999 * v.get(n, 0) + 0.001 * g**2
+            theta[n] = (t.double() - lr * m[n] / (1 - 0.9**(update + 1)) / ((v[n] / (1 - 0.999**(update + 1))).sqrt() + 1e-8)).float()
+            assert torch.allclose(run.theta[n], theta[n], rtol=1e-4, atol=2e-6), (update, n)
+            theta[n] = run.theta[n].clone()   # so that rounding does not grow
+        assert 4 < loss < 8
+
+# ---- one run, told in many ways
+
+VARIANTS = {f"{head}, {schedule}, {probes}": dict(head=head, schedule=schedule, probes=probes) for head, schedule in (("delta", "plateau"), ("frozen", "cosine")) for probes in PROBES}
+WIDE, ODD = ModelConfig(d=6, D=2, d_E=5), replace(CFG, updates=8, A=2, B=3, tile=2, patience=3)   # d ≠ d_E; a tile that is not full
+
+def stop_at(wanted):
+    def report(update, loss):
+        if update == wanted: signal.raise_signal(signal.SIGTERM)
+    return report
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_stopped_extended_and_chunked(home, tmp_path, name):
+    cfg = replace(ODD, **VARIANTS[name], horizon=8)
+    go(home, tmp_path/"straight", cfg, WIDE)
+    with pytest.raises(Stopped, match="stopped after update 2"): go(home, tmp_path/"told", cfg, WIDE, chunk=1, report=stop_at(2))
+    go(home, tmp_path/"told", replace(cfg, updates=5), WIDE, chunk=3, checkpoint_every=1)
+    assert load_checkpoint(tmp_path/"told"/FILES[0])[1]["states"][0]["update"] == 5
+    go(home, tmp_path/"told", cfg, WIDE, chunk=5, checkpoint_every=100)
+    assert state(tmp_path/"told") == state(tmp_path/"straight")
+    (tensors, meta), fresh, lines = load_checkpoint(tmp_path/"told"/FILES[0]), init_params(WIDE), read_metrics(tmp_path/"told")
+    assert {n for n, t in fresh.items() if not torch.equal(t, tensors[f"theta.{n}"])} == set(fresh) - ({"E"} if cfg.head == "frozen" else set())   # what moved
+    assert ("adam.E.m" in tensors) == (cfg.head == "delta")
+    if cfg.schedule == "plateau":   # no improvement is large enough, so lr and ε are halved at the first look 3 updates or more after update 0
+        assert meta["states"][0]["plateau"] == dict(best=lines[0]["valid"], since=4, halvings=1)
+        assert [(m["update"], m["lr"], m["eps"]) for m in lines] == [(0, 1e-2, 3e-3), (2, 1e-2, 3e-3), (4, 5e-3, 1.5e-3), (6, 5e-3, 1.5e-3)]
+    else: assert [(m["lr"], m["eps"]) for m in lines] == [(pytest.approx(1e-2 * (1 + math.cos(math.pi * u / 8)) / 2), 3e-3) for u in (0, 2, 4, 6)]
+    assert [m["bytes"] for m in lines] == [u * 2 * 3 * cfg.T for u in (0, 2, 4, 6)]
+
+def test_threads(home, tmp_path):
+    "Products as large as the paper's widths have, which torch and its library divide among threads."
+    model, cfg = ModelConfig(d=181, D=1, d_E=32), replace(CFG, updates=2, B=3, tile=4)
+    before = torch.get_num_threads()
+    for n in (1, 2):
+        torch.set_num_threads(n)
+        go(home, tmp_path/f"{n}", cfg, model)
+    torch.set_num_threads(before)
+    assert state(tmp_path/"1") == state(tmp_path/"2")
+
+def test_every_setting_matters(home, tmp_path):
+    "The variants above, another expert, stream, seed or decay: all end in different weights, so none is ignored."
+    runs = {name: (replace(ODD, **v), 0) for name, v in VARIANTS.items()} | dict(expert=(ODD, 1), stream=(replace(ODD, stream="other"), 0), seed=(replace(ODD, seed=2), 0), decay=(replace(ODD, weight_decay=0.1), 0))
+    for name, (cfg, expert) in runs.items(): go(home, tmp_path/name, replace(cfg, updates=2), WIDE, expert)
+    assert len({load_checkpoint(tmp_path/n/FILES[0])[0]["theta.blocks.0.w_hh"].numpy().tobytes() for n in runs}) == len(runs) == 10
+
+def test_a_finished_run_goes_on_at_its_first_horizon(home, tmp_path):
+    cfg = replace(CFG, schedule="cosine")
+    go(home, tmp_path/"extended", replace(cfg, updates=4))
+    go(home, tmp_path/"extended", replace(cfg, updates=7))
+    go(home, tmp_path/"straight", replace(cfg, updates=7, horizon=4))
+    assert state(tmp_path/"extended") == state(tmp_path/"straight")
+    before = state(tmp_path/"extended")
+    assert go(home, tmp_path/"extended", replace(cfg, updates=2))["update"] == 7   # fewer than there are: nothing is undone
+    assert state(tmp_path/"extended") == before
+
+# ---- values that are not finite
+
+@pytest.mark.parametrize("what", ["a parameter", "the loss", "the validation loss"])
+def test_not_finite(home, tmp_path, monkeypatch, what):
+    "The error names the update, the last good checkpoint stays, and the same command without the fault ends in the usual bytes."
+    step, spsa, mean_loss = soma.train.adam_step, soma.train.spsa, soma.models.ExpertObjective.mean_loss
+    def poisoned(opt, params, *rest): step(opt, params, *rest); list(params.values())[0][..., 0] = float("nan")
+    def at_update(key, good, bad): return (bad if key.step == 5 else good)
+    def losing(objective, theta, batches, key, *rest):
+        found = spsa(objective, theta, batches, key, *rest)
+        return found._replace(losses=torch.where(torch.rand(found.losses.shape, generator=torch.Generator().manual_seed(0)) < 0.3, float("inf"), found.losses)) if key.step == 5 else found
+    count = iter(range(99))
+    with monkeypatch.context() as m:
+        if what == "a parameter": m.setattr(soma.train, "adam_step", lambda *a: poisoned(*a) if next(count) == 2 * 5 + 1 else step(*a))   # the head's sixth step
+        if what == "the loss": m.setattr(soma.train, "spsa", losing)
+        if what == "the validation loss": m.setattr(soma.models.ExpertObjective, "mean_loss", lambda *a: float("nan") if next(count) == 3 else mean_loss(*a))   # the look at 6
+        with pytest.raises(SomaError) as e: go(home, tmp_path/"run", CFG, checkpoint_every=1)
+    update, last = {"a parameter": (6, 5), "the loss": (5, 5), "the validation loss": (6, 6)}[what]
+    one_line(e, f"update {update}: {what} is not finite", "keeps its last good checkpoint")
+    tensors, meta = load_checkpoint(tmp_path/"run"/FILES[0])
+    assert meta["states"][0]["update"] == last and all(t.isfinite().all() for t in tensors.values())
+    go(home, tmp_path/"run", CFG)
+    go(home, tmp_path/"straight", CFG)
+    assert state(tmp_path/"run") == state(tmp_path/"straight")
+
+# ---- a checkpoint that cannot be continued
+
+
+OTHER = dict(P=3, B=4, T=9, A=2, lr=2e-2, eps=1e-3, schedule="cosine", horizon=99, patience=5, tolerance=1., floor=1e-6, judge_every=3, judge_windows=3, beta1=0.8, beta2=0.9, adam_eps=1e-7,
+             weight_decay=0., probes="gaussian", head="frozen", seed=2, stream="expert0", tile=3)
+
+@pytest.fixture(scope="module")
+def done(home)->Path: go(home, home/"done"); return home/"done"
+
+@pytest.mark.parametrize("name", OTHER)
+def test_another_configuration(home, done, name):
+    before = snapshot(done)
+    with pytest.raises(SomaError) as e: go(home, done, replace(CFG, **{name: OTHER[name]}))
+    one_line(e, done/FILES[0], f"has {name} = {7 if name == 'horizon' else getattr(CFG, name)}, not {OTHER[name]}")
+    assert snapshot(done) == before
+
+def test_every_field_of_the_configuration_is_in_the_table(): assert set(OTHER) == {f.name for f in fields(TrainConfig)} - {"updates"}
+
+def _other_corpus(home, done): build_store(corpus(home/"other.jsonl", 60, salt=1), home/"other"/"store"); return dict(home=home/"other")
+MISMATCH = {
+    "width": (lambda home, done: dict(model=replace(MODEL, d=9)), ["has d = 8, not 9"]),
+    "blocks": (lambda home, done: dict(model=replace(MODEL, D=2)), ["has D = 1, not 2"]),
+    "embedding": (lambda home, done: dict(model=replace(MODEL, d_E=7)), ["has d_E = 8, not 7"]),
+    "parameters": (lambda home, done: dict(theta=init_params(MODEL, 5)), ["other initial parameters"]),
+    "one bit of them": (lambda home, done: dict(theta=init_params(MODEL) | dict(norm=torch.ones(8).nextafter(torch.tensor(2.)))), ["other initial parameters"]),
+    "shard": (lambda home, done: dict(expert=1), ["another clustering"]),
+}
+
+@pytest.mark.parametrize("name", MISMATCH)
+def test_another_run(home, done, name):
+    change, words = MISMATCH[name]
+    before = snapshot(done)
+    with pytest.raises(SomaError) as e: go(home, done, **change(home, done))
+    one_line(e, done/FILES[0], *words)
+    assert snapshot(done) == before
+
+def test_another_corpus(home, done, tmp_path):
+    store = build_store(corpus(tmp_path/"other.jsonl", 60, salt=1), tmp_path/"store")
+    make_shards(store, np.arange(len(store)) % 3, 3, seed=1).save(tmp_path/"shards")
+    before = snapshot(done)
+    with pytest.raises(SomaError) as e: go(tmp_path, done)
+    one_line(e, done/FILES[0], "another corpus")
+    assert snapshot(done) == before
+
+def _cut(n): return lambda b: b[:n(len(b))]
+def _later(b): assert b.count(b'\\"format\\":1') == 1; return b.replace(b'\\"format\\":1', b'\\"format\\":2')
+def _meta(meta): return lambda b: safetensors.torch.save(init_params(MODEL), dict(soma=json.dumps(meta)))
+def _kept(b): theta = init_params(MODEL); return safetensors.torch.save(theta, dict(soma=json.dumps(dict(kind="kept", format=1, digest=digest(theta, dict(kind="kept", format=1))))))
+DAMAGE = {
+    "cut in half": (_cut(lambda n: n // 2), ["damaged or not a checkpoint"]),
+    "cut in its header": (_cut(lambda n: 20), ["damaged or not a checkpoint"]),
+    "last byte gone": (_cut(lambda n: n - 1), ["damaged or not a checkpoint"]),
+    "empty": (_cut(lambda n: 0), ["damaged or not a checkpoint"]),
+    "text": (lambda b: b"not a checkpoint\n" * 99, ["damaged or not a checkpoint"]),
+    "later format": (_later, ["later soma (format 2, this one reads 1)"]),
+    "another's safetensors": (lambda b: safetensors.torch.save(init_params(MODEL)), ["not a soma checkpoint"]),
+    "another's metadata": (_meta([1, 2]), ["damaged"]),
+    "no metadata": (_meta({}), ["damaged"]),
+    "a format that is no number": (_meta(dict(format="new")), ["damaged"]),
+    "kept parameters": (_kept, ["not of a training run"]),
+}
+
+@pytest.mark.parametrize("name", DAMAGE)
+def test_damaged_checkpoint(home, done, tmp_path, name):
+    change, words = DAMAGE[name]
+    shutil.copytree(done, tmp_path/"run")
+    path = tmp_path/"run"/FILES[0]
+    path.write_bytes(change(path.read_bytes()))
+    before = snapshot(tmp_path/"run")
+    for use in (lambda: go(home, tmp_path/"run"), lambda: load_theta(tmp_path/"run")):
+        with pytest.raises(SomaError) as e: use()
+        one_line(e, tmp_path/"run", *words)
+    assert snapshot(tmp_path/"run") == before
+
+def test_every_flipped_bit_is_noticed(done, tmp_path):
+    "A bit of every fifth byte of the header and of every 211th of the tensors; what loads all the same must be the same."
+    whole, path = (done/FILES[0]).read_bytes(), tmp_path/"x.safetensors"
+    header = 8 + int.from_bytes(whole[:8], "little")
+    tensors, meta = load_checkpoint(done/FILES[0])
+    said = Counter()
+    for i in [*range(0, header, 5), *range(header, len(whole), 211)]:
+        path.write_bytes(whole[:i] + bytes([whole[i] ^ 1 << i % 8]) + whole[i+1:])
+        try:
+            found = load_checkpoint(path)
+            assert found[1] == meta and all(torch.equal(t, found[0][n]) for n, t in tensors.items()), i   # a last digit that rounds to the same number
+            said["same"] += 1
+        except SomaError as e: said["digest" if "do not match its digest" in str(e) else "other"] += 1
+    assert said["same"] <= 2 and said["digest"] > (len(whole) - header) // 211 and said["other"] > header // 15, said
+
+def test_metrics_shorter_than_the_checkpoint_remembers(home, done, tmp_path):
+    shutil.copytree(done, tmp_path/"run")
+    metrics = tmp_path/"run"/"metrics.jsonl"
+    length = metrics.stat().st_size
+    for damage in (lambda: os.truncate(metrics, length - 1), metrics.unlink):
+        damage()
+        before = snapshot(tmp_path/"run")
+        with pytest.raises(SomaError) as e: go(home, tmp_path/"run", replace(CFG, updates=9))
+        one_line(e, metrics, f"shorter than its checkpoint remembers ({before.get('metrics.jsonl') and length - 1 or 0} of {length} bytes)")
+        assert snapshot(tmp_path/"run") == before
+
+def test_out_that_cannot_be_written(home, tmp_path):
+    (tmp_path/"file").write_text("in the way")
+    with pytest.raises(SomaError) as e: go(home, tmp_path/"file"/"run")
+    one_line(e, tmp_path/"file", "a file is where a folder is needed")
+    assert snapshot(tmp_path) == dict(file=b"in the way")
+
+# ---- several processes
+
+def jobs(home, out, cls=Job, cfg=replace(CFG, head="frozen"))->list:
+    return [cls(replace(cfg, stream=f"expert{e}"), str(home/"seed"), str(home/"store"), str(home/"shards"), e, str(out/f"{e}"), chunk=1 + e) for e in range(3)]
+
+def alone(job, out)->tuple: "What it leaves behind when it is run here, undisturbed, in other chunks."; replace(job, out=str(out), chunk=8).run(); return state(out)
+
+@dataclass(frozen=True)
+class Doomed(Job):
+    "Expert 1's process is killed at update 4."
+    def run(self, report):
+        def doom(update, loss):
+            if self.expert == 1 and update == 4: os.kill(os.getpid(), signal.SIGKILL)
+            report(update, loss)
+        return super().run(doom)
+
+def test_one_of_two_workers_is_killed(home, tmp_path):
+    with pytest.raises(SomaError) as e: run_jobs(jobs(home, tmp_path, Doomed), workers=2, threads=1, show=False)
+    one_line(e, tmp_path/"1", "ended from outside", "-9", "the same command resumes it")
+    whole = {job.expert: alone(job, tmp_path/f"alone{job.expert}") for job in jobs(home, tmp_path)}
+    assert [state(tmp_path/e) == whole[int(e)] for e in "02"] == [True, True]   # the other process has trained both of its experts
+    assert load_checkpoint(tmp_path/"1"/FILES[0])[1]["states"][0]["update"] == 0   # this one saves after 100 updates, or at the end
+    jobs(home, tmp_path)[1].run()
+    assert state(tmp_path/"1") == whole[1] and len(set(whole.values())) == 3
+
+@dataclass(frozen=True)
+class Waiting(Job):
+    "Waits at update 4 until a signal has been noticed, and then a second for another one."
+    def run(self, report):
+        def wait(update, loss):
+            report(update, loss)
+            if update != 4: return
+            handler, until = signal.getsignal(signal.SIGTERM), time.time() + 30
+            (Path(self.out)/"ready").touch()
+            while signal.getsignal(signal.SIGTERM) == handler and time.time() < until: time.sleep(0.001)
+            time.sleep(1)
+        return super().run(wait)
+
+def child_terminal(home, out):
+    "Ctrl-C in a terminal, in slow motion: the worker gets SIGINT, then the process that started it, which tells the worker again."
+    def press():
+        while not (out/"0"/"ready").exists(): time.sleep(0.01)
+        for p in multiprocessing.active_children(): os.kill(p.pid, signal.SIGINT)
+        time.sleep(0.5)
+        os.kill(os.getpid(), signal.SIGINT)
+    threading.Thread(target=press, daemon=True).start()
+    try: run_jobs(jobs(home, out, Waiting)[:1], workers=1, threads=1, show=False)
+    except Exception as e: raised = type(e).__name__
+    print(json.dumps(dict(raised=raised, update=load_checkpoint(out/"0"/FILES[0])[1]["states"][0]["update"])))
+
+def test_ctrl_c_in_a_terminal(home, tmp_path):
+    found = child("terminal", home, tmp_path)
+    assert "Traceback" not in found.pop("stderr") and found == dict(raised="Stopped", update=4)   # it has saved where it was
+    (tmp_path/"0"/"ready").unlink()
+    job = jobs(home, tmp_path)[0]
+    job.run()
+    assert state(tmp_path/"0") == alone(job, tmp_path/"alone")
+
+# ---- experts in step
+
+@pytest.fixture(scope="module")
+def starts(home)->list:
+    "Three experts at update 4."
+    cfg = replace(CFG, head="frozen", schedule="cosine", updates=4, horizon=8)
+    for job in jobs(home, home/"starts", cfg=cfg): job.run()
+    return [str(home/"starts"/f"{e}") for e in range(3)]
+
+def together(home, out, starts, rule, updates=8, **more): return TogetherJob(replace(CFG, head="frozen", schedule="cosine", updates=updates, horizon=8), tuple(starts), str(home/"store"), str(home/"shards"), str(out), rule, keep=(4, 6, 8), **more)
+
+def equal(a, b)->bool: return a.keys() == b.keys() and all(torch.equal(a[n], b[n]) for n in a)
+
+def test_in_step_by_their_own_losses_is_each_for_itself(home, tmp_path, starts):
+    together(home, tmp_path/"own", starts, "own").run()
+    for e, start in enumerate(starts):
+        shutil.copytree(start, tmp_path/f"{e}")
+        replace(jobs(home, tmp_path, cfg=replace(CFG, head="frozen", schedule="cosine", horizon=8))[e], cfg=replace(CFG, head="frozen", schedule="cosine", updates=8, horizon=8, stream=f"expert{e}")).run()
+        assert equal(load_kept(tmp_path/"own", 4)[e], load_theta(start)[0]) and equal(load_kept(tmp_path/"own", 8)[e], load_theta(tmp_path/f"{e}")[0])
+
+def test_in_step_each_expert_draws_its_own_directions(home, starts):
+    "The update of the summed loss (Eq. 9) from its parts: one shared difference of losses, directions by each run's own key."
+    job = together(home, "unused", starts, "summed")
+    ours, twins, objective = job._runs(job.cfg), job._runs(job.cfg), ExpertObjective(MODEL, CFG.tile)
+    store = Store(home/"store")
+    shards = Shards.load(home/"shards", store)
+    windows = [batch(store, shards.train[e], r.cfg, 4) for e, r in enumerate(ours)]
+    losses = [objective.losses(r.theta, CFG.probes, r.key, torch.arange(CFG.P), CFG.eps, w) for r, w in zip(twins, windows)]
+    up, down = sum(l.mean(-1) for l in losses)
+    step_together(ours, objective, windows, "summed")
+    for run, twin, w, l in zip(ours, twins, windows, losses):
+        total = ((up - down) / (2*CFG.eps)) @ PROBES[CFG.probes](objective.layout, twin.key, torch.arange(CFG.P)).double() / CFG.P
+        twin.apply(objective, w, Estimate({n: g.float() for n, g in objective.layout.unflatten(total).items()}, l[None]))
+        assert all(torch.allclose(run.theta[n], t, rtol=1e-5, atol=1e-7) for n, t in twin.theta.items()) and run.update == 5
+    assert len({r.key for r in ours}) == 3
+
+def test_in_step_by_the_sum_of_losses(home, tmp_path, starts):
+    "Differs from their own losses, is the same for one expert, and stops and goes on to the same bytes and the same result."
+    straight = together(home, tmp_path/"straight", starts, "summed").run()
+    with pytest.raises(Stopped, match="stopped after update 6"): together(home, tmp_path/"told", starts, "summed", chunk=1).run(stop_at(6))
+    assert together(home, tmp_path/"told", starts, "summed", chunk=3).run() == straight
+    assert snapshot(tmp_path/"told") == snapshot(tmp_path/"straight") and set(snapshot(tmp_path/"told")) == {FILES[0], *(f"kept-{u:07}.safetensors" for u in (4, 6, 8))}
+    assert together(home, tmp_path/"told", starts, "summed").run() == straight   # nothing left to do
+    for rule in ("own", "summed"): together(home, tmp_path/rule, starts[:1], rule).run()
+    assert equal(load_kept(tmp_path/"own", 8)[0], load_kept(tmp_path/"summed", 8)[0]) and not equal(load_kept(tmp_path/"own", 8)[0], load_kept(tmp_path/"straight", 8)[0])
+    with pytest.raises(SomaError) as e: together(home, tmp_path/"own", starts[:1], "summed").run()
+    one_line(e, "rule = own, not summed")
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
