@@ -4,11 +4,13 @@
 
 # %% auto #0
 __all__ = ['V', 'PRESETS', 'STREAMS', 'COLORS', 'SomaError', 'ModelConfig', 'TrainConfig', 'Recipe', 'preset', 'as_config',
-           'canonical_json', 'run_id', 'philox', 'Key', 'derive_seed', 'make_dir', 'atomic_write', 'write_json',
-           'read_json', 'sha256_file', 'RunFolder', 'choose_device', 'set_threads', 'provenance', 'plot_style']
+           'canonical_json', 'run_id', 'philox', 'Key', 'derive_seed', 'make_dir', 'alone', 'atomic_write',
+           'write_json', 'read_json', 'sha256_file', 'RunFolder', 'choose_device', 'set_threads', 'provenance',
+           'plot_style']
 
 # %% ../nbs/00_core.ipynb #21c06eea
-import hashlib, json, os, platform, subprocess, sys, time
+import fcntl, hashlib, json, os, platform, subprocess, sys, time
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import NamedTuple
@@ -170,10 +172,21 @@ def derive_seed(seed:int, *names)->int:
 def make_dir(path, what:str="--out")->Path:
     "Create a folder (and its parents); a clear error when something is in the way."
     path = Path(path)
-    try: path.mkdir(parents=True, exist_ok=True)
+    try: str(path).encode(); path.mkdir(parents=True, exist_ok=True)
+    except UnicodeEncodeError: raise SomaError(f"{what} {path}: its name is not valid UTF-8; choose another place") from None
     except (FileExistsError, NotADirectoryError): raise SomaError(f"{what} {path}: a file is where a folder is needed; choose another place") from None
     except OSError as e: raise SomaError(f"{what} {path}: cannot be created ({e.strerror}); choose another place") from None
     return path
+
+@contextmanager
+def alone(folder:Path, doing:str):
+    "Hold a folder for this process; the lock goes with the process, however it ends, and leaves no file."
+    fd = os.open(folder, os.O_RDONLY)
+    try:
+        try: fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError: raise SomaError(f"{folder}: another process is {doing} here; wait for it, or choose another --out") from None
+        yield
+    finally: os.close(fd)
 
 def _sync_dir(path:Path):
     "Make a rename durable; a no-op where folders cannot be opened."
@@ -231,7 +244,7 @@ class RunFolder:
 # %% ../nbs/00_core.ipynb #a8d4ed30
 def choose_device(name:str="cpu")->torch.device:
     "A torch device that exists and knows float64, or a clear error: `cpu`, `cuda`, `cuda:1`."
-    try: device = torch.device(name); torch.empty(1, device=device, dtype=torch.float64)
+    try: device = torch.device(name); torch.zeros(1, device=device, dtype=torch.float64).item()
     except Exception as e: raise SomaError(f"--device {name}: not available here ({str(e).splitlines()[0]}); try --device cpu") from None
     return device
 

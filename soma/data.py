@@ -25,7 +25,7 @@ import pyarrow.parquet as pq
 import torch
 from numpy.lib.stride_tricks import sliding_window_view
 
-from .core import Key, SomaError, TrainConfig, atomic_write, canonical_json, derive_seed, make_dir, read_json, sha256_file, write_json
+from .core import Key, SomaError, TrainConfig, alone, atomic_write, canonical_json, derive_seed, make_dir, read_json, sha256_file, write_json
 
 # %% ../nbs/01_data.ipynb #3377ee94
 @dataclass(frozen=True)
@@ -184,6 +184,7 @@ def _documents(source, skipped:Skipped)->Iterator:
 
 def _read(path, skipped:Skipped)->Iterator:
     "Documents that hold at least one byte; what was passed over is counted in `skipped`."
+    if isinstance(path, Path) and path.exists() and not path.is_file() and not path.is_dir(): raise SomaError(f"{path}: neither a file nor a folder; save it to a file first")
     if isinstance(path, Path) and not path.exists(): raise SomaError(f"{path}: no such file or folder; give a .txt, .jsonl, .jsonl.gz or .parquet file, or a folder of files")
     try:
         for doc in _documents(path, skipped):
@@ -304,12 +305,16 @@ def build_store(source,            # corpus: .txt, .jsonl, .jsonl.gz, .parquet, 
         raise SomaError(f"{out}: lies inside the corpus {source} and would become part of it; choose another place")
     if not next(p for p in (out, *out.parents) if p.exists()).is_dir(): make_dir(out)  # says what is in the way
     content, thresholds, skipped = _survey(source, split_seed)
+    with alone(make_dir(out.parent), "making a store"): return _make_store(source, out, split_seed, content, thresholds, skipped)
+
+def _make_store(source, out:Path, split_seed:int, content:str, thresholds:tuple, skipped:Skipped)->"Store":
+    "The store at `out`, if it is of this corpus, else a new one; its parent folder is ours alone."
     if (out/"manifest.json").exists():
         store = Store(out)
         if (store.manifest["content_sha256"], store.manifest["split_seed"]) == (content, split_seed): return store
         raise SomaError(f"{out}: holds a store of another corpus or split seed ({store.manifest['source']}, {store.manifest['split_seed']}); choose another place or remove it")
     if out.exists() and any(out.iterdir()): raise SomaError(f"{out}: is not empty and holds no store; choose another place")
-    tmp = make_dir(out.parent)/f".{out.name}.tmp"
+    tmp = out.parent/f".{out.name}.tmp"
     try:
         shutil.rmtree(tmp, ignore_errors=True)
         tmp.mkdir()
@@ -370,10 +375,10 @@ class Store:
                 for d in part.to_pylist():
                     if d["split"] == split: yield Document(d["id"], data[d["start"]: d["start"] + d["bytes"]].tobytes(), d["source"], d["licence"])
 
-    def verify(self):
-        "Read every file and compare its sha256 with the manifest. SomaError names the one that differs."
+    def verify(self, *names):
+        "Read these files, or all, and compare their sha256 with the manifest. SomaError names the one that differs."
         for name, file in self.manifest["files"].items():
-            if sha256_file(self.path/name) != file["sha256"]:
+            if (not names or name in names) and sha256_file(self.path/name) != file["sha256"]:
                 raise SomaError(f"{self.path/name}: its sha256 is not the manifest's; the store is damaged, remove it and build it again")
 
     def __len__(self)->int: "Sequences in the training stream."; return self.n_sequences
@@ -386,6 +391,8 @@ def _check_manifest(path:Path)->dict:
     if not isinstance(manifest, dict) or manifest.get("format") != "soma-store": raise SomaError(f"{path}: not a store; make one with soma data")
     if manifest.get("version") != STORE_VERSION:
         raise SomaError(f"{path}: store of format {manifest.get('version')}, and this soma reads {STORE_VERSION}; update soma or build the store again")
+    if not {"name", "source", "content_sha256", "split_seed", "splits", "licences", "files"} <= manifest.keys() or not all({"documents", "bytes"} <= manifest["splits"].get(s, {}).keys() for s in SPLITS):
+        raise SomaError(f"{path/'manifest.json'}: damaged; remove the store and build it again")
     for name in (*(f"{s}.bin" for s in SPLITS), "documents.parquet"):
         want = manifest.get("files", {}).get(name, {}).get("bytes")
         have = (path/name).stat().st_size if (path/name).is_file() else None
@@ -414,6 +421,7 @@ def eval_windows(store:Store,
     "Validation: up to five windows from each document's start. Test: one a document, anywhere in it (Table 1, Appendix L)."
     if split not in SPLITS[1:]: raise SomaError(f"windows of {split!r}: choose one of {', '.join(SPLITS[1:])}")
     table = store.path/"documents.parquet"
+    store.verify(table.name, f"{split}.bin")
     try: docs = pq.read_table(table, filters=[("split", "==", split)]).to_pydict()
     except (pa.ArrowException, OSError) as e:
         raise SomaError(f"{table}: damaged ({str(e).splitlines()[0]}); remove the store and build it again") from None
@@ -461,20 +469,20 @@ class Shards:
         for name in ("train", "valid"):
             path = folder/f"{name}.npy"
             if not path.is_file() or sha256_file(path) != meta[name]["sha256"]:
-                raise SomaError(f"{path}: missing, or not the file that shards.json describes; cluster again")
+                raise SomaError(f"{path}: missing, or not the file that shards.json describes; remove {folder} and run the command again")
             lists[name] = np.split(np.load(path, mmap_mode="r", allow_pickle=False), np.cumsum(meta[name]["sizes"])[:-1])
         return cls(store.sha256, **lists)
 
 def _check_shards(folder:Path, store:Store)->dict:
     "The description of shards made for this store."
     meta = read_json(folder/"shards.json", "shards file (soma cluster makes it)")
-    if not isinstance(meta, dict) or meta.get("format") != "soma-shards": raise SomaError(f"{folder}: holds no shards; make them with soma cluster")
+    if not isinstance(meta, dict) or meta.get("format") != "soma-shards": raise SomaError(f"{folder}: holds no shards; remove it and run the command again")
     if meta.get("version") != SHARDS_VERSION:
         raise SomaError(f"{folder}: shards of format {meta.get('version')}, and this soma reads {SHARDS_VERSION}; update soma or cluster again")
     if meta.get("store_sha256") != store.sha256:
         raise SomaError(f"{folder}: these shards were made for another store than {store.path}; cluster this store again")
     if not all(isinstance(meta.get(n), dict) and {"sizes", "sha256"} <= meta[n].keys() for n in ("train", "valid")):
-        raise SomaError(f"{folder}: shards.json is damaged; cluster again")
+        raise SomaError(f"{folder}: shards.json is damaged; remove it and run the command again")
     return meta
 
 # %% ../nbs/01_data.ipynb #c0d3cf72

@@ -106,6 +106,7 @@ def load_checkpoint(path)->tuple:
     if not isinstance(meta, dict) or not isinstance(meta.get("format"), int): raise SomaError(f"{path}: damaged or not a checkpoint (no format); restore it, or train again into another --out")
     if meta["format"] > FORMAT: raise SomaError(f"{path}: written by a later soma (format {meta['format']}, this one reads {FORMAT}); update soma")
     if meta.pop("digest", None) != digest(tensors, meta): raise SomaError(f"{path}: damaged (its contents do not match its digest); restore it, or train again into another --out")
+    if not all(t.isfinite().all() for t in tensors.values()): raise SomaError(f"{path}: a parameter or moment in it is not finite; restore an earlier one, or train again into another --out")
     return tensors, meta
 
 def load_theta(folder)->tuple:
@@ -142,7 +143,11 @@ class Metrics:
         self.file.seek(0, os.SEEK_END)
 
     def write(self, line:dict): "Append one JSON line."; self.file.write((canonical_json(line) + "\n").encode())
-    def sync(self)->int: "Flush to the disk; the length so far."; self.file.flush(); os.fsync(self.file.fileno()); return self.file.tell()
+    def sync(self)->int:
+        "Flush to the disk; the length so far."
+        try: self.file.flush(); os.fsync(self.file.fileno())
+        except OSError as e: raise SomaError(f"{self.file.name}: cannot be written ({e.strerror})") from e
+        return self.file.tell()
 
 def save_run(folder:Path, runs:list, **meta):
     "Write runs of one update into one checkpoint; refuses parameters that are not finite, so that the last good one stays."
@@ -220,7 +225,7 @@ def finished(folder)->dict|None:
     folder = Path(folder)
     if not (folder/"result.json").exists() or not (folder/"checkpoint.safetensors").exists(): return None
     result = read_json(folder/"result.json", "result")
-    return result if result.get("update") == load_checkpoint(folder/"checkpoint.safetensors")[1]["states"][0]["update"] else None
+    return result if isinstance(result, dict) and result.get("update") == load_checkpoint(folder/"checkpoint.safetensors")[1]["states"][0]["update"] else None
 
 def train(cfg:TrainConfig, model:ModelConfig,
           theta:dict,            # initial parameters: `init_params`, or a seed's
@@ -239,7 +244,10 @@ def train(cfg:TrainConfig, model:ModelConfig,
         run, ident, metrics = begin(cfg, model, theta, store, train_idx, valid_idx, folder, device)
         first, judge = run.update, lambda update: metrics.write(run.judge(objective, judged)) if update % cfg.judge_every == 0 else None
         def step(update): return run.step(objective, batch(store, train_idx, run.cfg, update).to(device))
-        try: advance(folder, [run], cfg.updates, judge, step, lambda: dict(identity=ident, metrics_length=metrics.sync()), checkpoint_every, report)
+        def meta():
+            if not math.isfinite(objective.mean_loss(run.theta, judged)): raise SomaError(f"update {run.update}: the validation loss is not finite; lower --lr or --eps")
+            return dict(identity=ident, metrics_length=metrics.sync())
+        try: advance(folder, [run], cfg.updates, judge, step, meta, checkpoint_every, report)
         except SomaError as e: raise SomaError(f"{e}; {folder} keeps its last good checkpoint") from None
         finally:
             metrics.file.close()
@@ -312,6 +320,7 @@ def _work(numbered:list, threads:int, events):
             if time.time() - told > 0.3 or update == job.cfg.updates: events.put(("at", i, (update, loss, i, first))); told = time.time()
         try: events.put(("done", i, job.run(report)))
         except (SomaError, Stopped) as e: events.put((type(e).__name__, i, str(e))); return
+        except OSError as e: events.put(("SomaError", i, f"{e.filename or job.out}: {e.strerror or e}; make room or choose another place")); return
 
 @contextmanager
 def workers_running(jobs:list, workers:int, threads:int):

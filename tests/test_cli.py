@@ -1,181 +1,455 @@
-"Bad input: one clear line, exit code 2, nothing half-written; and then the right command works."
-import gzip, json, os, shutil, signal, subprocess, sys, time
+"What a user can get wrong at the command line: one clear line, exit code 2, nothing half-written, and the next correct command works."
+import errno, gzip, hashlib, io, json, os, shutil, signal, subprocess, sys, threading, time
 from pathlib import Path
 
 import pytest
 import torch
 
-from soma import cli
-from soma.train import load_checkpoint, save_checkpoint
+import soma.cli, soma.data, soma.train
+from soma.core import SomaError
+from soma.data import Store, build_store
+from soma.routing import fit_router
+from soma.train import load_checkpoint, locked, save_checkpoint
 
-ROOT = Path(__file__).resolve().parents[1]
+CARD = Path(__file__).resolve().parents[1]/"data_cards"/"pd_small"/"pd_small.jsonl.gz"
 TINY = ["--preset", "smoke", "--model-d", "8", "--model-d-E", "8", "--quiet"]
+SEED, TRAIN, EVAL, GENERATE, INFO = ["seed", "--out", "m", *TINY], ["train", "--out", "m", *TINY], ["eval", "--out", "m"], ["generate", "--out", "m", "hi", "--bytes", "5"], ["info", "m"]
+SOMA = [sys.executable, "-c", "import sys; from soma.cli import main; sys.exit(main())"]
+JUNK = b"".join(hashlib.sha256(b"%d" % i).digest() for i in range(200))   # holds NUL bytes, line ends and bytes that are not UTF-8
+
+def one_after_another(jobs, *args, **kwargs): "run_jobs without its processes."; return [job.run() for job in jobs]
+
+def call(*argv)->int:
+    "The command, in this process: its exit code."
+    try: return soma.cli.main([str(a) for a in argv])
+    except SystemExit as e: return e.code
+
+def tree(folder=".")->dict:
+    "Every file and folder with its content; locks and the diary of sessions do not count."
+    return {str(p): p.read_bytes() if p.is_file() else None for p in Path(folder).rglob("*") if p.name not in (".lock", "sessions.jsonl")}
 
 @pytest.fixture(scope="module")
-def corpus(tmp_path_factory)->Path:
-    "Forty real documents."
-    path = tmp_path_factory.mktemp("corpus")/"some.jsonl"
-    with gzip.open(ROOT/"data_cards/pd_small/pd_small.jsonl.gz", "rt", encoding="utf-8") as f: path.write_text("".join(line for _, line in zip(range(40), f)), encoding="utf-8")
-    return path
-
-@pytest.fixture(scope="module")
-def trained(corpus, tmp_path_factory)->Path:
-    "A whole tiny run."
-    out = tmp_path_factory.mktemp("trained")/"run"
-    assert cli.main(["train", "--data", str(corpus), "--out", str(out), "-N", "2", *TINY]) == 0
-    return out
+def made(tmp_path_factory)->Path:
+    "A folder with corpus.jsonl (40 real documents) and m, a finished run of two experts."
+    home = tmp_path_factory.mktemp("made")
+    with gzip.open(CARD, "rt", encoding="utf-8") as f: (home/"corpus.jsonl").write_text("".join(line for line, _ in zip(f, range(40))), encoding="utf-8")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(soma.cli, "run_jobs", one_after_another)
+        patch.chdir(home)
+        assert call(*TRAIN, "--data", "corpus.jsonl") == 0
+    return home
 
 @pytest.fixture
-def run(trained, tmp_path)->Path:
-    "A copy of it to damage."
-    return Path(shutil.copytree(trained, tmp_path/"run"))
+def fresh(made, tmp_path, monkeypatch)->Path:
+    "A folder of its own, to work in, with the corpus."
+    shutil.copy(made/"corpus.jsonl", tmp_path)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(soma.cli, "run_jobs", one_after_another)
+    return tmp_path
 
-def snapshot(folder:Path)->dict: "Every file and its bytes, locks aside."; return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file() and p.name != ".lock"}
+@pytest.fixture
+def run(made, fresh)->Path: "The same, with a copy of the finished run."; shutil.copytree(made/"m", "m"); return fresh
 
-def refused(capsys, words, *said):
-    "The command ends with 2 and one line that says each of the words."
-    capsys.readouterr()
-    try: code = cli.main([str(w) for w in words])
-    except SystemExit as e: code = e.code
-    err = capsys.readouterr().err
-    lines = [l for l in err.splitlines() if not l.startswith("soma: note:")]
-    assert code == 2 and len(lines) == 1 and lines[0].startswith("soma: "), (code, err)
-    assert all(s in lines[0] for s in said), lines[0]
-    return lines[0]
+@pytest.fixture
+def works(capfd):
+    "Call a command that must succeed; its output."
+    def check(*argv):
+        capfd.readouterr()
+        assert call(*argv) == 0, capfd.readouterr().err
+        return capfd.readouterr().out
+    return check
 
-def text_file(path:Path, content)->Path: path.write_bytes(content if isinstance(content, bytes) else content.encode()); return path
+@pytest.fixture
+def refused(capfd):
+    "Call a command that must say `words` in one line and leave the working folder as it was, but for what `new` allows."
+    def check(argv, *words, new=(), silent=True):
+        before = tree()
+        capfd.readouterr()
+        code, (out, err) = call(*argv), capfd.readouterr()
+        after = tree()
+        assert (code, len(err.splitlines()), err[:6]) == (2, 1, "soma: "), (code, err)
+        assert all(str(w) in err for w in words), err
+        assert {k: after.get(k) for k in before} == before and {k for k in after.keys() - before.keys() if not k.startswith(tuple(new))} == set()
+        if silent: assert out == ""
+        return err
+    return check
 
-CORPORA = {"empty.txt": (b"", "empty"), "short.jsonl": (json.dumps(dict(text="too short " * 50)), "1,025"), "junk.txt": (bytes(range(256)) * 400, "binary"), "junk.parquet": (b"PAR1 not really", "parquet"),
-           "junk.jsonl": (b"\x00\x01{]", "line 1"), "junk.jsonl.gz": (b"\x1f\x8b broken", ""), "odd.xyz": (b"text " * 1000, ".xyz")}
+# ---- the corpus
+
+CORPORA = {
+    "no such file": ("nowhere.txt", None, "no such file"),
+    "nothing named": ("", None, "--data"),
+    "empty file": ("a.txt", b"", "empty"),
+    "empty folder": ("folder/", None, "empty"),
+    "short documents": ("a.jsonl", b'{"text": "short"}\n' * 50, "under 1,025 bytes"),
+    "two documents": ("a.jsonl", b'{"text": "%s"}\n{"text": "%s"}\n' % (b"a" * 2000, b"b" * 2000), "2 different documents"),
+    "binary .txt": ("a.txt", JUNK, "binary"),
+    "binary .parquet": ("a.parquet", JUNK, "not parquet"),
+    "binary .jsonl": ("a.jsonl", JUNK, "line 1"),
+    "binary .jsonl.gz": ("a.jsonl.gz", JUNK, "not gzip"),
+    "cut .jsonl.gz": ("a.jsonl.gz", gzip.compress(b'{"text": "%s"}\n' % JUNK.hex().encode())[:900], "damaged"),
+    "unknown kind": ("a.docx", JUNK, "unknown kind of file"),
+    "newline in its name": ("a\nb.txt", b"", "empty"),
+    "escape in its name": ("a\x1b[31mb.txt", None, "no such file"),
+    "name that is not UTF-8": (os.fsdecode(b"caf\xe9.txt"), b"", "empty"),
+}
 
 @pytest.mark.parametrize("name", CORPORA)
-def test_bad_corpora(name, tmp_path, capsys):
-    content, said = CORPORA[name]
-    line = refused(capsys, ["train", "--data", text_file(tmp_path/name, content), "--out", tmp_path/"out", *TINY])
-    assert name in line or said in line
-    assert [p.name for p in tmp_path.iterdir()] == [name]
+def test_bad_corpus(name, fresh, refused, works):
+    source, content, words = CORPORA[name]
+    if source.endswith("/"): Path(source).mkdir()
+    if content is not None: Path(source).write_bytes(content)
+    assert "\x1b" not in refused(["train", "--data", source, "--out", "m", *TINY], words)
+    works("data", "corpus.jsonl", "--out", "m")
+    Store("m/store").verify()
 
-def test_missing_and_empty_places(tmp_path, capsys):
-    refused(capsys, ["seed", "--data", tmp_path/"no.txt", "--out", tmp_path/"out", *TINY], "no.txt", "no such file")
-    (tmp_path/"empty").mkdir()
-    refused(capsys, ["data", tmp_path/"empty", "--out", tmp_path/"out"], "empty")
-    assert [p.name for p in tmp_path.iterdir()] == ["empty"]
+def latin(n)->bytes: "n documents in Latin-1, so not UTF-8, each with a word of its own."; return b"\n\n".join(f"caf\xe9 number{i} gar\xe7on fen\xeatre royaume\n".encode("latin-1") * 400 for i in range(n))
 
-def test_invalid_utf8_trains(tmp_path, capsys):
-    words = [b"caf\xe9 na\xefve r\xe9sum\xe9 number %d of many words about ships and harvest\n\n" % i for i in range(3000)]
-    assert cli.main(["train", "--data", str(text_file(tmp_path/"latin.txt", b"".join(words))), "--out", str(tmp_path/"out"), "-N", "2", *TINY]) == 0
-    assert "experts: 20 updates each" in capsys.readouterr().out
+def test_invalid_utf8_trains(fresh, works):
+    Path("a.txt").write_bytes(latin(12) + b"\xff\xfe\xfd")
+    works(*TRAIN, "--data", "a.txt", "-N", "2")
+    store = Store("m/store")
+    assert sum((store.path/f"{s}.bin").read_bytes().count(b"caf\xe9") for s in ("train", "validation", "test")) == 12 * 400
+    assert [load_checkpoint(f"m/experts/{e}/checkpoint.safetensors")[1]["states"][0]["update"] for e in (0, 1)] == [20, 20]
+    assert "N = 2, k = 2" in works(*EVAL)
 
-def test_no_word_survives(tmp_path, capsys):
-    path = tmp_path/"stop.jsonl"
-    path.write_text("".join(json.dumps(dict(text=f"{w} and the of " * 200)) + "\n" for w in ("it", "was", "not", "for", "had", "all")))
-    refused(capsys, ["cluster", "--data", path, "--out", tmp_path/"out", "-N", "2"], "stop words")
-    assert not (tmp_path/"out"/"clusters").exists()
+def test_corpus_without_a_word(fresh, refused, works):
+    stop = ["it", "is", "of", "to", "in"]   # of two letters: no sequence begins or ends with a part of one that counts as a word
+    Path("a.txt").write_text("\n".join(" ".join(stop[b % 5] for b in hashlib.sha256(b"%d" % i).digest()) for i in range(1500)))
+    works("data", "a.txt", "--out", "m")
+    refused(["cluster", "--out", "m", "-N", "2"], "no word survives the stop words")
+    refused(TRAIN, "no word survives the stop words", new=["m/seed", "m/whole"], silent=False)
+    works(*SEED)
 
-@pytest.mark.parametrize("words, said", [(["-N", "100000"], "100000"), (["-N", "0"], "0"), (["-N", "3"], "N = 2, not 3"), (["--balance", "capacity"], "balance = nearest, not capacity"), (["--balance", "fair"], "invalid choice")])
-def test_clusters(words, said, run, corpus, tmp_path, capsys):
-    before, fresh = snapshot(run), words[0] == "-N" and words[1] != "3"
-    refused(capsys, ["cluster", "--out", tmp_path/"fresh" if fresh else run, *(["--data", corpus] if fresh else []), *words], *([] if fresh else [said]))
-    assert snapshot(run) == before and not (tmp_path/"fresh"/"clusters").exists()
+def test_more_experts_than_sequences(run, refused, works):
+    shutil.rmtree("m/clusters"); shutil.rmtree("m/experts")
+    refused(["cluster", "--out", "m", "-N", "5000"], "N = 5000", "427")
+    refused([*TRAIN, "-N", "5000"], "N = 5000", "427")
+    refused(["cluster", "--out", "m", "-N", "300"], "use fewer experts than 300")
+    works("cluster", "--out", "m", "-N", "3")
+    assert json.loads(Path("m/clusters/cluster.json").read_text())["N"] == 3
 
-def test_a_cut_checkpoint(run, capsys):
-    path = run/"seed"/"checkpoint.safetensors"
-    path.write_bytes(path.read_bytes()[:len(path.read_bytes())//2])
-    before = snapshot(run)
-    for words in (["seed", "--out", run, *TINY, "--seed-updates", "30"], ["eval", "--out", run], ["info", run/"seed"]): refused(capsys, words, "checkpoint.safetensors", "damaged")
-    assert snapshot(run) == before
+@pytest.mark.parametrize("command", (["data"], [*SEED, "--data"], ["cluster", "--out", "m", "--data"], [*TRAIN, "--data"], [*EVAL, "--data"]), ids=lambda c: c[0])
+def test_another_corpus_or_one_that_changed(command, run, refused, works):
+    lines = Path("corpus.jsonl").read_text(encoding="utf-8").splitlines(True)
+    Path("other.jsonl").write_text("".join(json.dumps(dict(text=json.loads(x)["text"].upper())) + "\n" for x in lines), encoding="utf-8")
+    Path("less.jsonl").write_text("".join(lines[:-1]), encoding="utf-8")
+    out = ["--out", "m"] if command == ["data"] else []
+    for source in ("other.jsonl", "less.jsonl"): refused([*command, source, *out], "another corpus", "corpus.jsonl")
+    refused([*command, "nowhere.jsonl", *out], "nowhere.jsonl", "no such file")
+    before = tree("m/seed") | tree("m/experts") | tree("m/store")
+    works(*command, "corpus.jsonl", *out)
+    assert tree("m/seed") | tree("m/experts") | tree("m/store") == before
 
-def test_a_flipped_bit_and_a_later_format(run, capsys):
-    path = run/"experts"/"0"/"checkpoint.safetensors"
-    whole = path.read_bytes()
-    path.write_bytes(whole[:-9] + bytes([whole[-9] ^ 4]) + whole[-8:])
-    refused(capsys, ["eval", "--out", run], "digest")
-    path.write_bytes(whole.replace(b'\\"format\\":1', b'\\"format\\":7'))
-    refused(capsys, ["generate", "--out", run, "The"], "format 7")
+# ---- options
 
-@pytest.mark.parametrize("words, said", [(["--lr", "0.5"], "lr = 0.005, not 0.5"), (["--seed", "9"], "seed = 1, not 9"), (["--T", "16"], "T = 32, not 16"), (["--model-D", "3"], "D = 2, not 3")])
-def test_another_configuration(words, said, run, capsys):
-    before = snapshot(run)
-    refused(capsys, ["seed", "--out", run, *TINY, *words], said, "another --out")
-    assert snapshot(run) == before
+TRAINING = {
+    "--P 0": "P", "--P x": "--P", "--B 0": "B", "--A -1": "A", "--T 0": "T", "--T 5000": "1024", "--tile 0": "tile", "--lr nan": "lr", "--lr -1": "lr", "--lr 1e400": "lr", "--lr x": "--lr", "--eps 0": "eps",
+    "--seed -1": "seed", "--seed 4294967296": "seed", "--schedule linear": "plateau, cosine", "--preset banana": "small", "--model-d 0": "must be at least 1", "--model-D 0": "must be at least 1", "--model-d-E -1": "must be at least 1",
+    "--seed-updates 0": "must be at least 1", "--expert-updates -5": "must be at least 1", "--chunk 0": "--chunk", "--threads 0": "--threads", "--workers -1": "--workers", "--device banana": "--device banana", "--device meta": "--device meta",
+    "-N 0": "N", "-N -2": "N", "-N x": "-N", "--balance none": "nearest", "--bogus": "--bogus", "--see 1": "--see", "--out=": "--out", "--data=": "--data", "extra": "extra",
+}
 
-def test_a_router_of_other_N_and_missing_parts(run, tmp_path, capsys):
-    shutil.rmtree(run/"experts"/"1")
-    refused(capsys, ["eval", "--out", run], "expert 1 of 2 is not trained yet")
-    refused(capsys, ["eval", "--out", tmp_path/"nothing"], "no trained model")
-    refused(capsys, ["generate", "--out", tmp_path/"nothing", "a"], "no such checkpoint")
-    assert not (tmp_path/"nothing").exists()
-    (run/"clusters"/"router.safetensors").write_bytes(b"x")
-    refused(capsys, ["generate", "--out", run, "a"], "router.safetensors")
+@pytest.mark.parametrize("given", TRAINING)
+def test_bad_option_of_training(given, fresh, refused):
+    refused(["train", "--data", "corpus.jsonl", "--out", "m", *TINY, *given.split()], TRAINING[given])   # before anything is read or made
 
-@pytest.mark.parametrize("words, said", [(["fly"], "invalid choice"), ([], "COMMAND"), (["seed", "--wings", "2"], "--wings"), (["seed", "--preset", "huge"], "choose one of"), (["seed", "--P", "0"], "P = 0"), (["seed", "--lr", "nan"], "lr = nan"),
-                                         (["seed", "--T", "5000"], "T = 5000"), (["seed", "--device", "banana"], "--device banana"), (["seed", "--threads", "0"], "--threads 0"), (["seed", "--schedule", "up"], "schedule"), (["seed", "--model-d", "0"], "d = 0"),
-                                         (["data", "x", "--bytes", "many"], "number of bytes"), (["reproduce", "fig99"], "fig99"), (["info", "nowhere"], "no such file")])
-def test_words_that_make_no_sense(words, said, tmp_path, capsys, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    refused(capsys, words, said)
-    if words[:2] != ["seed", "--device"]: assert list(tmp_path.iterdir()) == []
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device here")
+@pytest.mark.parametrize("command", (TRAIN, SEED, EVAL, GENERATE), ids=lambda c: c[0])
+def test_a_device_that_is_not_here(command, run, refused): refused([*command, "--device", "cuda"], "--device cuda", "--device cpu")
 
-@pytest.mark.parametrize("words, said", [(["-k", "9"], "k = 9"), (["--temperature", "-1"], "temperature"), (["--bytes", "-5"], "--bytes -5"), (["--sample-seed", "-1"], "--sample-seed")])
-def test_generate_says_it_before_the_prompt(words, said, trained, capsys):
-    refused(capsys, ["generate", "--out", trained, "A prompt", *words], said)
+USING = {
+    ("generate", "-k 0"): "k", ("generate", "-k 9"): "k", ("generate", "--temperature -1"): "--temperature", ("generate", "--temperature nan"): "--temperature", ("generate", "--bytes -5"): "--bytes",
+    ("generate", "--sample-seed -1"): "--sample-seed", ("generate", "--device banana"): "--device", ("generate", "--threads 0"): "--threads", ("generate", "two"): "two", ("generate", "--out nowhere"): "nowhere",
+    ("eval", "-k 0"): "k", ("eval", "-k 9"): "k", ("eval", "--split train"): "validation", ("eval", "--out nowhere"): "nowhere", ("eval", "--device banana"): "--device",
+}
 
-def test_a_file_where_a_folder_is_expected(corpus, tmp_path, capsys):
-    text_file(tmp_path/"file", b"mine")
-    for out in (tmp_path/"file", tmp_path/"file"/"below"): refused(capsys, ["train", "--data", corpus, "--out", out, *TINY], "file")
-    assert (tmp_path/"file").read_bytes() == b"mine" and [p.name for p in tmp_path.iterdir()] == ["file"]
+@pytest.mark.parametrize("command, given", USING)
+def test_bad_option_of_using(command, given, run, refused):
+    refused([*dict(generate=GENERATE, eval=EVAL)[command], *given.split()], USING[command, given])
 
-def test_another_corpus_into_the_same_out(run, tmp_path, capsys):
-    before = snapshot(run)
-    refused(capsys, ["train", "--data", ROOT/"data_cards/pd_small/pd_small.jsonl.gz", "--out", run, *TINY], "another corpus")
-    assert snapshot(run) == before
+@pytest.mark.parametrize("given", ("-k 9", "--temperature -1", "--bytes -1", "--sample-seed -1", "--figures corpus.jsonl", "--figures corpus.jsonl/deep", "--device banana"))
+def test_the_demo_refuses_before_it_trains(given, fresh, refused):
+    refused(["demo", "--data", "corpus.jsonl", "--out", "m", "--figures", "f", *TINY, *given.split()])
 
-def test_parameters_that_are_not_numbers(run, capsys):
-    path = run/"seed"/"checkpoint.safetensors"
+@pytest.mark.parametrize("argv, words", [([], "COMMAND"), (["dance"], "'dance'"), (["da\nnce"], "choose from"), (["seed", "--x\ny"], "--x"), (["data"], "CORPUS"), (["data", "corpus.jsonl", "--bytes", "many"], "number of bytes"), (["data", "corpus.jsonl", "--bytes", "500"], "--bytes 500"), (["reproduce", "fig\n99"], "99"), (["reproduce"], "--list"), (["info"], "PATH"), (["info", "no\nwhere"], "no such file"),
+                                         (["info", "corpus.jsonl"], "corpus.jsonl"), (["info", "."], "no checkpoint, router, store or run")])
+def test_bad_command(argv, words, fresh, refused): refused(argv, words)
+
+# ---- places
+
+@pytest.mark.parametrize("command", (["data", "corpus.jsonl"], ["seed", "--data", "corpus.jsonl", *TINY], ["cluster", "--data", "corpus.jsonl"], ["train", "--data", "corpus.jsonl", *TINY], ["demo", "--data", "corpus.jsonl", *TINY, "--figures", "f"], ["eval"], ["generate", "hi"]), ids=lambda c: c[0])
+def test_a_file_where_a_folder_is_expected(command, fresh, refused):
+    Path("file").write_text("in the way")
+    for out in ("file", "file/deeper"): refused([*command, "--out", out], "file", new=["f"])
+    if command[0] not in ("eval", "generate"): refused([*command, "--out", os.fsdecode(b"caf\xe9")], "UTF-8", new=["f"])   # safetensors could not read it again
+
+@pytest.mark.parametrize("part, command", [("seed", SEED), ("clusters", ["cluster", "--out", "m"]), ("experts", TRAIN), ("experts/1", TRAIN), ("eval", EVAL), ("store", SEED), ("store", EVAL)])
+def test_a_file_where_a_part_of_the_run_is_expected(part, command, run, refused):
+    shutil.rmtree(Path("m")/part, ignore_errors=True)
+    (Path("m")/part).write_text("in the way")
+    refused(command, part, silent=command is not EVAL)
+
+def test_names_with_spaces_and_letters_of_all_kinds(made, fresh, works):
+    home = Path("my texts/größe 文 \n")
+    home.mkdir(parents=True); shutil.copy("corpus.jsonl", home/"ein korpus ü.jsonl")
+    works("seed", "--data", home/"ein korpus ü.jsonl", "--out", home/"the run", *TINY)
+    assert load_checkpoint(home/"the run/seed/checkpoint.safetensors")[0].keys() == load_checkpoint(made/"m/seed/checkpoint.safetensors")[0].keys()
+    assert "20 updates" in works("info", home/"the run") and works("generate", "hi", "--bytes", "3", "--out", home/"the run").startswith("hi")
+
+# ---- checkpoints
+
+def again(path, change=lambda tensors, meta: None):
+    "Write a checkpoint again, changed and with a digest that fits."
     tensors, meta = load_checkpoint(path)
-    tensors["theta.norm"][0] = torch.nan
+    change(tensors, meta)
     save_checkpoint(path, tensors, meta)
-    before = path.read_bytes()
-    refused(capsys, ["seed", "--out", run, *TINY, "--seed-updates", "30"], "not finite")
-    assert path.read_bytes() == before
 
-def test_a_full_disk(corpus, tmp_path, capsys, monkeypatch):
-    def full(fd): raise OSError(28, "No space left on device")
-    monkeypatch.setattr(os, "fsync", full)
-    refused(capsys, ["seed", "--data", corpus, "--out", tmp_path/"out", *TINY], "No space left on device")
-    monkeypatch.undo()
-    assert cli.main(["seed", "--data", str(corpus), "--out", str(tmp_path/"out"), *TINY]) == 0
+def cut(p): p.write_bytes(p.read_bytes()[:p.stat().st_size // 2])
+def emptied(p): p.write_bytes(b"")
+def one_bit(p): b = bytearray(p.read_bytes()); b[len(b) * 3 // 4] ^= 1; p.write_bytes(b)
+def one_bit_of_the_header(p): b = bytearray(p.read_bytes()); b[b.index(b'"soma"') + 40] ^= 1; p.write_bytes(b)
+def replaced(p): p.write_bytes(JUNK)
+def a_folder(p): p.unlink(); p.mkdir()
+def gone(p): p.unlink()
+def later(p):
+    with pytest.MonkeyPatch.context() as patch: patch.setattr(soma.train, "FORMAT", 9); again(p)
+def not_a_number(p): again(p, lambda t, m: t["theta.E"].view(-1)[7:8].fill_(float("nan")))
+def not_a_run(p): again(p, lambda t, m: m.update(kind="kept"))
 
-def test_an_unfinished_seed_is_finished_first(trained, corpus, tmp_path, capsys, monkeypatch):
-    real = cli.Bar.__call__
-    def stop(self, update, loss, *more): real(self, update, loss, *more); update == 5 and signal.raise_signal(signal.SIGTERM)
-    monkeypatch.setattr(cli.Bar, "__call__", stop)
-    assert cli.main(["train", "--data", str(corpus), "--out", str(tmp_path/"run"), "-N", "2", *TINY]) == 143
-    monkeypatch.undo()
-    assert cli.main(["train", "--data", str(corpus), "--out", str(tmp_path/"run"), "-N", "2", *TINY]) == 0
-    for part in ("seed", "experts/0", "experts/1"): assert (tmp_path/"run"/part/"checkpoint.safetensors").read_bytes() == (trained/part/"checkpoint.safetensors").read_bytes()
+DAMAGE = {cut: "damaged", emptied: "damaged", one_bit: "damaged", one_bit_of_the_header: "damaged", replaced: "damaged", a_folder: "damaged", later: "format 9", not_a_number: "not finite", not_a_run: "not"}
 
-def soma(*words, **more): return subprocess.Popen([sys.executable, "-c", "import sys; from soma.cli import main; sys.exit(main())", *map(str, words)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, **more)
+@pytest.mark.parametrize("damage", DAMAGE, ids=lambda f: f.__name__)
+def test_damaged_checkpoints(damage, run, refused, works):
+    seed, expert = Path("m/seed/checkpoint.safetensors"), Path("m/experts/1/checkpoint.safetensors")
+    for path, commands in ((seed, (SEED, TRAIN, EVAL, *([INFO] if damage not in (not_a_run, not_a_number) else []))), (expert, (TRAIN, EVAL, GENERATE))):
+        good = path.read_bytes()
+        damage(path)
+        for command in commands: refused(command, path.parent, DAMAGE[damage], silent=command is not INFO)
+        if path.is_dir(): path.rmdir()
+        path.write_bytes(good)
+    for command in (SEED, TRAIN, GENERATE, INFO): works(*command)
 
-def test_ctrl_c_stops_every_worker_politely(run, capsys):
-    p = soma("train", "--out", run, *TINY, "--expert-updates", "20000", "--threads", "1", "--workers", "2", start_new_session=True)
-    logs, end = [run/"experts"/str(e)/"metrics.jsonl" for e in range(2)], time.time() + 60
-    sizes = [log.stat().st_size for log in logs]
-    while time.time() < end and not all(log.stat().st_size > size for log, size in zip(logs, sizes)): time.sleep(0.2)
-    os.killpg(p.pid, signal.SIGINT)                        # as a terminal does it: to the whole group
-    out, err = p.communicate(timeout=60)
-    assert p.returncode == 130 and err.decode().count("\n") == 1 and b"the same command goes on" in err, err
-    assert all(load_checkpoint(run/"experts"/str(e)/"checkpoint.safetensors")[1]["states"][0]["update"] > 20 for e in range(2))
+def test_metrics_cut_short(run, refused):
+    cut(Path("m/seed/metrics.jsonl"))
+    refused([*SEED, "--seed-updates", "30"], "metrics.jsonl", "shorter")
 
-def test_a_pipe_that_closes(trained):
-    p = soma("generate", "--out", trained, "The", "--bytes", "3000")
-    assert p.stdout.read(3) == b"The"
+@pytest.mark.parametrize("given, was", [("--lr 0.02", "lr = 0.005"), ("--seed 7", "seed = 1"), ("--model-d 9", "d = 8"), ("--model-d-E 16", "d_E = 8"), ("--model-D 1", "D = 2"), ("--T 16", "T = 32"), ("--tile 8", "tile = 4"), ("--schedule plateau", "cosine")])
+def test_checkpoint_of_another_configuration(given, was, run, refused):
+    said = given.split()[1]
+    refused([*SEED, *given.split()], "m/seed", was, f"not {said}")
+    refused([*TRAIN, *given.split()], was, f"not {said}")
+
+def test_a_finished_run_stays_as_it_is(run, works):
+    before = tree("m")
+    works(*SEED); works(*TRAIN)
+    assert tree("m") == before
+
+def test_a_seed_that_was_trained_on_after_its_experts(run, refused, works):
+    works(*SEED, "--seed-updates", "22")
+    refused([*TRAIN, "--seed-updates", "22"], "other initial parameters", silent=False)
+
+@pytest.mark.parametrize("lr, updates", [("1e30", "1"), ("1e30", "9")])
+def test_a_loss_that_is_not_finite(lr, updates, run, refused, works):
+    refused(["seed", "--out", "m2", "--data", "corpus.jsonl", *TINY, "--lr", lr, "--seed-updates", updates], "update 1", "not finite", "--lr", new=["m2"])
+    tensors, meta = load_checkpoint("m2/seed/checkpoint.safetensors")
+    assert meta["states"][0]["update"] == 0 and all(t.isfinite().all() for t in tensors.values()) and not list(Path("m2").rglob("*.tmp"))
+    refused(["train", "--out", "m2", *TINY, "--lr", lr, "--seed-updates", updates], "not finite", new=["m2/clusters"], silent=False)
+
+# ---- the rest of a run
+
+MISSING = [
+    ("seed store clusters experts whole", EVAL, "no trained model"), ("seed store clusters experts whole", GENERATE, "soma train"), ("seed clusters experts", EVAL, "no trained model"), ("seed clusters experts", GENERATE, "soma train"),
+    ("experts/1", EVAL, "expert 1 of 2"), ("experts/1", GENERATE, "expert 1 of 2"), ("store", EVAL, "store"), ("store", SEED, "--data"), ("store", TRAIN, "--data"), ("clusters/router.json", EVAL, "router"), ("clusters/shards.json", TRAIN, "shards"),
+]
+
+@pytest.mark.parametrize("parts, command, words", MISSING)
+def test_missing_pieces(parts, command, words, run, refused, works):
+    kept = shutil.copytree("m", "kept")
+    for p in parts.split(): shutil.rmtree(f"m/{p}") if Path(f"m/{p}").is_dir() else os.remove(f"m/{p}")
+    refused(command, words)
+    shutil.rmtree("m"); kept.rename("m") if isinstance(kept, Path) else os.rename(kept, "m")
+    works(*command)
+
+def test_info_of_what_is_there(run, works):
+    shutil.rmtree("m/experts/1"); Path("m/experts/1").mkdir(); gone(Path("m/seed/checkpoint.safetensors"))
+    said = works(*INFO)
+    assert "m/experts/0: training run, 20 updates" in said and "m/store: corpus store" in said and "Router(N=2" in said
+
+def test_a_router_with_other_N(run, refused):
+    fit_router(Store("m/store"), 3, 1).save("m/clusters")
+    refused(TRAIN, "N = 3", "N = 2")
+    refused(EVAL, "m/"), refused(GENERATE, "m/")
+    refused([*TRAIN, "-N", "3"], "N = 2, not 3")
+
+def test_the_seeds_shard_is_made_again(run, works):
+    for part, damage in ((part, damage) for part in ("shards.json", "train.npy", "valid.npy") for damage in (cut, emptied, replaced, one_bit, gone)):
+        path = Path("m/whole", part)
+        good = path.read_bytes()
+        damage(path)
+        works(*SEED)
+        assert path.read_bytes() == good
+
+PARTS = {"store/manifest.json": EVAL, "store/train.bin": SEED, "store/test.bin": EVAL, "store/documents.parquet": EVAL, "clusters/cluster.json": TRAIN, "clusters/router.json": EVAL, "clusters/router.safetensors": GENERATE,
+         "clusters/shards.json": TRAIN, "clusters/train.npy": TRAIN, "clusters/valid.npy": TRAIN}
+
+@pytest.mark.parametrize("part", PARTS)
+def test_other_damaged_files(part, run, refused, works):
+    path, command = Path("m")/part, PARTS[part]
+    good = path.read_bytes()
+    damages = [cut, emptied, replaced, a_folder]
+    if part in ("store/test.bin", "store/documents.parquet", "clusters/router.safetensors", "clusters/train.npy"): damages.append(one_bit)
+    if path.suffix == ".json": damages += [lambda p, text=text: p.write_text(text) for text in ("[1, 2]", "null", "{}", "3")]
+    for damage in damages:
+        damage(path)
+        refused(command, "m/" + part.split("/")[0])
+        if path.is_dir(): path.rmdir()
+        path.write_bytes(good)
+    works(*command)
+
+# ---- a full disk, and two at once
+
+class FullDisk:
+    "os.fsync and os.replace, until the nth call: there and ever after the disk is full."
+    def __init__(self, patch, n):
+        self.left = n
+        for name in ("fsync", "replace"): patch.setattr(os, name, lambda *a, real=getattr(os, name): self.take() or real(*a))
+    def take(self):
+        self.left -= 1
+        if self.left < 0: raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+def test_a_full_disk_at_any_moment(fresh, works, capfd, monkeypatch):
+    small = [*TINY, "--seed-updates", "2", "--P", "1", "--B", "1", "--T", "8", "--data", "corpus.jsonl"]
+    works("seed", "--out", "good", *small)
+    good = {n: Path("good/seed", n).read_bytes() for n in ("checkpoint.safetensors", "metrics.jsonl", "result.json")}
+    for n in range(99):
+        out, _ = f"m{n}", capfd.readouterr()
+        with monkeypatch.context() as patch:
+            FullDisk(patch, n)
+            code, said = call("seed", "--out", out, *small), capfd.readouterr().err
+        if code == 0: break
+        assert code == 2 and len(said.splitlines()) == 1 and os.strerror(errno.ENOSPC) in said and out in said, said
+        assert not list(Path(out).rglob("*.tmp"))
+        if Path(out, "store").exists(): Store(Path(out, "store")).verify()
+        if n % 4 == 0:
+            works("seed", "--out", out, *small)
+            assert {n: Path(out, "seed", n).read_bytes() for n in good} == good
+        shutil.rmtree(out)
+    assert n > 20
+
+@pytest.mark.parametrize("command", (EVAL, ["cluster", "--out", "m"]), ids=lambda c: c[0])
+def test_a_full_disk_keeps_what_was_there(command, run, refused, works, monkeypatch):
+    if command is EVAL: works(*EVAL)
+    else: shutil.rmtree("m/clusters")
+    with monkeypatch.context() as patch:
+        FullDisk(patch, 0)
+        refused(command, os.strerror(errno.ENOSPC), new=["m/clusters"], silent=command is not EVAL)
+    works(*command)
+
+@pytest.mark.parametrize("command, part", [([*SEED, "--seed-updates", "25"], "seed"), ([*TRAIN, "--expert-updates", "25"], "experts/0")], ids=("seed", "train"))
+def test_two_trainings_on_one_folder(command, part, run, refused, works):
+    with locked(Path("m")/part): refused(command, part, "another process")
+    works(*command)
+    assert load_checkpoint(f"m/{part}/checkpoint.safetensors")[1]["states"][0]["update"] == 25
+
+def test_two_stores_built_at_once(fresh, monkeypatch):
+    read, survey, paused, go, ends = soma.data._read, soma.data._survey, threading.Event(), threading.Event(), {}
+    surveyed = set()
+    def survey_once(*args): found = survey(*args); surveyed.add(threading.current_thread().name); return found
+    def slow(source, skipped):
+        "In its second pass the second one waits, half done, until the first has finished."
+        for i, doc in enumerate(read(source, skipped)):
+            if i == 5 and threading.current_thread().name in surveyed:
+                if threading.current_thread().name == "second": paused.set(); go.wait(20)
+                else: started.set(); paused.wait(3)
+            yield doc
+    started = threading.Event()
+    monkeypatch.setattr(soma.data, "_read", slow); monkeypatch.setattr(soma.data, "_survey", survey_once)
+    def build():
+        name = threading.current_thread().name
+        try: ends[name] = build_store("corpus.jsonl", fresh/"m/store")
+        except SomaError as e: ends[name] = str(e); paused.set()
+    first, second = (threading.Thread(target=build, name=name) for name in ("first", "second"))
+    first.start(); started.wait(20); second.start()
+    first.join(); go.set(); second.join()
+    Store("m/store").verify()
+    assert isinstance(ends["first"], Store) and (isinstance(ends["second"], Store) or "\n" not in ends["second"])
+    assert sorted(p.name for p in Path("m").iterdir() if p.name != ".lock") == ["store"]
+
+# ---- prompts, terminals, pipes
+
+@pytest.mark.parametrize("prompt", ("", "x", "word " * 1000, "!?.,;:", "the and of", "🎉 Überraschung 文", "a\0b", "two\nlines\r\n", os.fsdecode(b"caf\xe9 \xff"), "\x1b[31mred"), ids=range(10))
+def test_any_prompt_is_continued(prompt, run, works):
+    said = works("generate", "--out", "m", "--bytes", "20", "--", prompt)
+    shown = prompt.encode("utf-8", "replace").decode()
+    assert said.startswith(shown) and said.endswith("\n") and said.isprintable() is False
+    assert len(said[len(shown):-1].encode()) >= 20   # bytes that are not UTF-8 become marks of three bytes
+
+@pytest.mark.parametrize("argv, encoding", [(["--help"], "ascii"), (["seed", "--help"], "latin-1"), (EVAL, "latin-1"), (["cluster", "--out", "m"], "ascii"), (INFO, "ascii"), (["generate", "--out", "m", "🎉"], "ascii"), (["generate", "--out", "m", "caf\udce9"], "utf-8")])
+def test_terminals_that_cannot_show_everything(argv, encoding, run, monkeypatch):
+    out, err = (io.TextIOWrapper(io.BytesIO(), encoding, errors=errors) for errors in ("strict", "backslashreplace"))
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "stdout", out); patch.setattr(sys, "stderr", err)
+        code = call(*argv)
+        out.flush(); err.flush()
+    assert (code, err.buffer.getvalue()) == (0, b"") and len(out.buffer.getvalue()) > 5
+
+def test_scores_are_kept_when_nobody_reads_the_table(run, monkeypatch):
+    class Closed(io.StringIO):
+        def write(self, text): raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "stdout", Closed())
+        assert call(*EVAL) == 2
+    assert {p.name for p in Path("m/eval/test").iterdir()} == {"documents.csv", "scores.json", "scores.svg"}
+
+def test_a_pipe_that_closes_early(run):
+    p = subprocess.Popen([*SOMA, "generate", "--out", "m", "--bytes", "100000", "hello"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=os.environ | dict(OMP_NUM_THREADS="1"))
+    assert p.stdout.read(10)[:5] == b"hello"
     p.stdout.close()
-    err = p.stderr.read()
-    p.wait(60)
-    assert b"Traceback" not in err and p.returncode != 0
+    assert p.wait(60) == 141 and p.stderr.read() == b""
 
-@pytest.mark.parametrize("prompt", ["", "…", "🙂 hello", "x" * 5000, "\udcff broken"])
-def test_any_prompt(prompt, trained, capsys):
-    assert cli.main(["generate", "--out", str(trained), prompt, "--bytes", "20"]) == 0
-    assert capsys.readouterr().out.endswith("\n")
+# ---- signals
+
+def session(pid)->list:
+    "Processes of a session that still run."
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try: state, _, _, sid = stat.read_text().rsplit(")", 1)[1].split()[:4]
+        except OSError: continue
+        if int(sid) == pid and state != "Z": found.append(stat.parent.name)
+    return found
+
+def stopped(argv, ready, signum, pause=0.3)->tuple:
+    "Run a command in a session of its own, send it a signal as a terminal does (to its whole process group) once `ready()`: exit code, stderr lines, what still runs."
+    p = subprocess.Popen([*SOMA, *argv], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, start_new_session=True, env=os.environ | dict(OMP_NUM_THREADS="1"))
+    end = time.time() + 120
+    while not ready() and p.poll() is None and time.time() < end: time.sleep(0.02)
+    time.sleep(pause)
+    os.killpg(p.pid, signum)
+    _, err = p.communicate(timeout=60)
+    time.sleep(0.2)
+    return p.returncode, err.splitlines(), session(p.pid)
+
+def updates(part)->int: return load_checkpoint(f"m/{part}/checkpoint.safetensors")[1]["states"][0]["update"]
+def begun(*parts): return lambda: all(p.exists() and p.stat().st_size > 0 for p in (Path("m")/part/"metrics.jsonl" for part in parts))
+
+needs_proc = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="looks for processes in /proc")
+
+@pytest.mark.parametrize("signum, code", [(signal.SIGINT, 130), (signal.SIGTERM, 143)], ids=("SIGINT", "SIGTERM"))
+def test_stopped_seed_goes_on(signum, code, made, fresh, works, capfd, monkeypatch):
+    step = soma.train.Run.step
+    with monkeypatch.context() as patch:
+        patch.setattr(soma.train.Run, "step", lambda run, *args: (run.update == 7 and signal.raise_signal(signum), step(run, *args))[1])
+        assert call(*TRAIN, "--data", "corpus.jsonl") == code
+    assert capfd.readouterr().err == "soma: stopped after update 8, saved in m/seed; the same command goes on from there\n"
+    assert updates("seed") == 8 and not Path("m/experts").exists() and not list(Path("m").rglob("*.tmp"))
+    works(*TRAIN)
+    for part in ("seed", "experts/0", "experts/1"): assert load_checkpoint(f"m/{part}/checkpoint.safetensors")[1] == load_checkpoint(made/f"m/{part}/checkpoint.safetensors")[1]
+
+@needs_proc
+def test_stopped_experts_all_save(run):
+    shutil.rmtree("m/experts")
+    rc, said, left = stopped([*TRAIN, "--expert-updates", "100000", "--workers", "2"], begun("experts/0", "experts/1"), signal.SIGINT, pause=1)
+    assert (rc, len(said), left) == (130, 1, []) and said[0].startswith("soma: stopped") and "same command" in said[0]
+    assert updates("experts/0") > 0 and updates("experts/1") > 0 and not list(Path("m").rglob("*.tmp"))
+    with locked(Path("m/experts/0")), locked(Path("m/experts/1")): pass
