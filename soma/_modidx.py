@@ -437,6 +437,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/soma', 'doc_host': '', 'gi
                             'soma.train.add_line': ('train.html#add_line', 'soma/train.py'),
                             'soma.train.advance': ('train.html#advance', 'soma/train.py'),
                             'soma.train.begin': ('train.html#begin', 'soma/train.py'),
+                            'soma.train.check_finite': ('train.html#check_finite', 'soma/train.py'),
                             'soma.train.check_identity': ('train.html#check_identity', 'soma/train.py'),
                             'soma.train.digest': ('train.html#digest', 'soma/train.py'),
                             'soma.train.finished': ('train.html#finished', 'soma/train.py'),

@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['FORMAT', 'RULES', 'Run', 'digest', 'save_checkpoint', 'load_checkpoint', 'load_theta', 'identity', 'check_identity',
-           'Metrics', 'save_run', 'restore_runs', 'Stopped', 'stop_signals', 'locked', 'advance', 'begin', 'finished',
-           'train', 'add_line', 'read_metrics', 'Bar', 'Job', 'workers_running', 'run_jobs', 'step_together',
-           'TogetherJob', 'kept', 'load_kept']
+           'Metrics', 'check_finite', 'save_run', 'restore_runs', 'Stopped', 'stop_signals', 'locked', 'advance',
+           'begin', 'finished', 'train', 'add_line', 'read_metrics', 'Bar', 'Job', 'workers_running', 'run_jobs',
+           'step_together', 'TogetherJob', 'kept', 'load_kept']
 
 # %% ../nbs/08_train.ipynb #c4dd2d64
 import fcntl, hashlib, json, math, multiprocessing, os, queue, signal, threading, time
@@ -149,9 +149,13 @@ class Metrics:
         except OSError as e: raise SomaError(f"{self.file.name}: cannot be written ({e.strerror})") from e
         return self.file.tell()
 
+def check_finite(runs:list):
+    "SomaError when a parameter is not a finite number."
+    if not all(t.isfinite().all() for run in runs for t in run.theta.values()): raise SomaError(f"update {runs[0].update}: a parameter is not finite; lower --lr or --eps")
+
 def save_run(folder:Path, runs:list, **meta):
     "Write runs of one update into one checkpoint; refuses parameters that are not finite, so that the last good one stays."
-    if not all(t.isfinite().all() for run in runs for t in run.theta.values()): raise SomaError(f"update {runs[0].update}: a parameter is not finite; lower --lr or --eps")
+    check_finite(runs)
     one = len(runs) == 1
     tensors = {n if one else f"{i}/{n}": t for i, run in enumerate(runs) for n, t in run.tensors().items()}
     save_checkpoint(folder/"checkpoint.safetensors", tensors, dict(kind="run" if one else "together", states=[run.state() for run in runs], **meta))
@@ -245,6 +249,7 @@ def train(cfg:TrainConfig, model:ModelConfig,
         first, judge = run.update, lambda update: metrics.write(run.judge(objective, judged)) if update % cfg.judge_every == 0 else None
         def step(update): return run.step(objective, batch(store, train_idx, run.cfg, update).to(device))
         def meta():
+            check_finite([run])
             if not math.isfinite(objective.mean_loss(run.theta, judged)): raise SomaError(f"update {run.update}: the validation loss is not finite; lower --lr or --eps")
             return dict(identity=ident, metrics_length=metrics.sync())
         try: advance(folder, [run], cfg.updates, judge, step, meta, checkpoint_every, report)

@@ -298,7 +298,7 @@ def test_not_finite(home, tmp_path, monkeypatch, what):
     with monkeypatch.context() as m:
         if what == "a parameter": m.setattr(soma.train, "adam_step", lambda *a: poisoned(*a) if next(count) == 2 * 5 + 1 else step(*a))   # the head's sixth step
         if what == "the loss": m.setattr(soma.train, "spsa", losing)
-        if what == "the validation loss": m.setattr(soma.models.ExpertObjective, "mean_loss", lambda *a: float("nan") if next(count) == 3 else mean_loss(*a))   # the look at 6
+        if what == "the validation loss": m.setattr(soma.models.ExpertObjective, "mean_loss", lambda *a: float("nan") if next(count) == 9 else mean_loss(*a))   # the look at 6: three looks and six saves come before it
         with pytest.raises(SomaError) as e: go(home, tmp_path/"run", CFG, checkpoint_every=1)
     update, last = {"a parameter": (6, 5), "the loss": (5, 5), "the validation loss": (6, 6)}[what]
     one_line(e, f"update {update}: {what} is not finite", "keeps its last good checkpoint")
