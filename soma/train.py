@@ -150,8 +150,8 @@ class Metrics:
         return self.file.tell()
 
 def check_finite(runs:list):
-    "SomaError when a parameter is not a finite number."
-    if not all(t.isfinite().all() for run in runs for t in run.theta.values()): raise SomaError(f"update {runs[0].update}: a parameter is not finite; lower --lr or --eps")
+    "SomaError when a parameter or a moment is not a finite number."
+    if not all(t.isfinite().all() for run in runs for t in run.tensors().values()): raise SomaError(f"update {runs[0].update}: a parameter or moment is not finite; lower --lr or --eps")
 
 def save_run(folder:Path, runs:list, **meta):
     "Write runs of one update into one checkpoint; refuses parameters that are not finite, so that the last good one stays."
@@ -220,6 +220,7 @@ def begin(cfg:TrainConfig, model:ModelConfig, theta:dict, store:Store, train_idx
         check_identity(meta["identity"], ident, path)
         restore_runs([run], tensors, meta)
         return run, ident, Metrics(folder/"metrics.jsonl", meta["metrics_length"])
+    (folder/"result.json").unlink(missing_ok=True)   # of a run whose checkpoint was removed
     metrics = Metrics(folder/"metrics.jsonl", 0)
     save_run(folder, [run], identity=ident, metrics_length=metrics.sync())
     return run, ident, metrics

@@ -1,6 +1,5 @@
 "Laws of the estimators: what they are on average, what they replay, and what they leave alone in a model of the user's own."
 import copy, itertools, math
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -10,8 +9,8 @@ from torch import nn
 
 from soma.core import Key, ModelConfig, SomaError, V
 from soma.estimators import ModuleObjective, ZerothOrder, delta_rule, exact_gradient, slopes, spsa, spsa_summed
-from soma.models import ExpertObjective, Objective, body_layout, body_shapes, forward, init_params, token_losses, window_losses
-from soma.probes import PROBES, Layout, activity, layout_of, weighted_sum
+from soma.models import ExpertObjective, Objective, body_layout, body_shapes, forward, init_params
+from soma.probes import PROBES, Layout, activity, layout_of
 
 # ---- Philox4x32-10 and the probes once more, from the specification, in numpy
 

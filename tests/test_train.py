@@ -19,7 +19,7 @@ from soma.train import Job, Run, Stopped, TogetherJob, digest, load_checkpoint, 
 
 MODEL = ModelConfig(d=8, D=1, d_E=8)
 CFG = TrainConfig(updates=7, P=2, B=2, T=8, lr=1e-2, eps=3e-3, schedule="plateau", patience=4, tolerance=10., judge_every=2, judge_windows=2, tile=4, head="delta")
-FILES = ("checkpoint.safetensors", "metrics.jsonl")
+FILES = ("checkpoint.safetensors", "metrics.jsonl", "result.json")
 
 def corpus(path, n, salt=0)->Path:
     "n documents of 1,300 to 3,300 bytes, each letter drawn from a counter."
@@ -43,10 +43,9 @@ def go(home, out, cfg=CFG, model=MODEL, expert=0, theta=None, checkpoint_every=3
     return train(cfg, model, theta or init_params(model), store, shards.train[expert], shards.valid[expert], out, checkpoint_every=checkpoint_every, **more)
 
 def state(folder)->tuple:
-    "What a run leaves behind that must not depend on its history; and that it leaves nothing else."
-    assert {p.name for p in folder.iterdir()} - {"sessions.jsonl"} == {".lock", "result.json", *FILES}
-    result = json.loads((folder/"result.json").read_text())
-    return *((folder/f).read_bytes() for f in FILES), result["update"], result["valid"]
+    "What a run leaves behind, byte for byte. Only the record of its sessions depends on its history; and there is nothing else."
+    assert {p.name for p in folder.iterdir()} - {"sessions.jsonl"} == {".lock", *FILES}
+    return tuple((folder/f).read_bytes() for f in FILES)
 
 def snapshot(folder)->dict: "Every file and its bytes."; return {p.name: p.read_bytes() for p in folder.iterdir() if p.is_file() and p.name != ".lock"}
 
@@ -135,7 +134,7 @@ def child_kills(home, out):
     assert end(start(dry_run)) == 0
     whole, moments, bad, again, outcome = state(out/"whole"), json.loads((out/"moments.json").read_text()), [], 0, {}
     def finish(folder):
-        left = tuple(sorted(snapshot(folder).items())) if folder.exists() else ()
+        left = tuple(sorted((name, data) for name, data in snapshot(folder).items() if name != "sessions.jsonl")) if folder.exists() else ()
         if left not in outcome:   # what is left on the disk is all that the next process knows
             try: go(home, folder); outcome[left] = state(folder) == whole
             except SomaError as e: outcome[left] = str(e)
@@ -155,7 +154,7 @@ def child(what, *args, timeout=300)->dict:
 
 def test_killed_at_every_write_and_rename(home, tmp_path):
     found = child("kills", home, tmp_path)
-    saved, lines = 4, 4   # checkpoints of updates 0, 3, 6, 7; metrics of updates 0, 2, 4, 6
+    saved, lines = 4, 4   # checkpoints of updates 0, 3, 6, 7; metrics of updates 0, 2, 4, 6; one session and one result
     before_after, all_three = ("before", "after"), ("before", "half", "after")
     expected = [("write metrics.jsonl", all_three, lines), ("write checkpoint.safetensors", all_three, saved), ("write result.json", all_three, 1), ("write sessions.jsonl", all_three, 1),
                 ("rename checkpoint.safetensors", before_after, saved), ("rename result.json", before_after, 1), ("truncate metrics.jsonl", before_after, 1),
@@ -246,7 +245,11 @@ def test_stopped_extended_and_chunked(home, tmp_path, name):
     with pytest.raises(Stopped, match="stopped after update 2"): go(home, tmp_path/"told", cfg, WIDE, chunk=1, report=stop_at(2))
     go(home, tmp_path/"told", replace(cfg, updates=5), WIDE, chunk=3, checkpoint_every=1)
     assert load_checkpoint(tmp_path/"told"/FILES[0])[1]["states"][0]["update"] == 5
+    sessions = tmp_path/"told"/"sessions.jsonl"
+    os.truncate(sessions, sessions.stat().st_size - 9)   # a line that a kill has cut short
     go(home, tmp_path/"told", cfg, WIDE, chunk=5, checkpoint_every=100)
+    lines = sessions.read_text().splitlines()
+    assert [(s["first"], s["last"]) for s in map(json.loads, (lines[0], lines[2]))] == [(0, 2), (5, 8)] and len(lines) == 3
     assert state(tmp_path/"told") == state(tmp_path/"straight")
     (tensors, meta), fresh, lines = load_checkpoint(tmp_path/"told"/FILES[0]), init_params(WIDE), read_metrics(tmp_path/"told")
     assert {n for n, t in fresh.items() if not torch.equal(t, tensors[f"theta.{n}"])} == set(fresh) - ({"E"} if cfg.head == "frozen" else set())   # what moved
@@ -283,25 +286,34 @@ def test_a_finished_run_goes_on_at_its_first_horizon(home, tmp_path):
     assert go(home, tmp_path/"extended", replace(cfg, updates=2))["update"] == 7   # fewer than there are: nothing is undone
     assert state(tmp_path/"extended") == before
 
+def test_a_run_begun_again_has_its_own_result(home, tmp_path):
+    "Whoever removes a checkpoint begins anew; nothing of the old run stays."
+    go(home, tmp_path/"again")
+    (tmp_path/"again"/FILES[0]).unlink()
+    go(home, tmp_path/"again", replace(CFG, lr=2e-2))
+    go(home, tmp_path/"straight", replace(CFG, lr=2e-2))
+    assert state(tmp_path/"again") == state(tmp_path/"straight")
+
 # ---- values that are not finite
 
-@pytest.mark.parametrize("what", ["a parameter", "the loss", "the validation loss"])
+@pytest.mark.parametrize("what", ["a parameter", "a moment", "the loss", "the validation loss"])
 def test_not_finite(home, tmp_path, monkeypatch, what):
     "The error names the update, the last good checkpoint stays, and the same command without the fault ends in the usual bytes."
     step, spsa, mean_loss = soma.train.adam_step, soma.train.spsa, soma.models.ExpertObjective.mean_loss
     def poisoned(opt, params, *rest): step(opt, params, *rest); list(params.values())[0][..., 0] = float("nan")
-    def at_update(key, good, bad): return (bad if key.step == 5 else good)
+    def overflowing(opt, params, *rest): step(opt, params, *rest); opt.state[list(params.values())[0]]["exp_avg_sq"].fill_(float("inf"))
     def losing(objective, theta, batches, key, *rest):
         found = spsa(objective, theta, batches, key, *rest)
         return found._replace(losses=torch.where(torch.rand(found.losses.shape, generator=torch.Generator().manual_seed(0)) < 0.3, float("inf"), found.losses)) if key.step == 5 else found
     count = iter(range(99))
     with monkeypatch.context() as m:
         if what == "a parameter": m.setattr(soma.train, "adam_step", lambda *a: poisoned(*a) if next(count) == 2 * 5 + 1 else step(*a))   # the head's sixth step
+        if what == "a moment": m.setattr(soma.train, "adam_step", lambda *a: overflowing(*a) if next(count) == 2 * 5 + 1 else step(*a))
         if what == "the loss": m.setattr(soma.train, "spsa", losing)
         if what == "the validation loss": m.setattr(soma.models.ExpertObjective, "mean_loss", lambda *a: float("nan") if next(count) == 9 else mean_loss(*a))   # the look at 6: three looks and six saves come before it
         with pytest.raises(SomaError) as e: go(home, tmp_path/"run", CFG, checkpoint_every=1)
-    update, last = {"a parameter": (6, 5), "the loss": (5, 5), "the validation loss": (6, 6)}[what]
-    one_line(e, f"update {update}: {what} is not finite", "keeps its last good checkpoint")
+    update, last = {"a parameter": (6, 5), "a moment": (6, 5), "the loss": (5, 5), "the validation loss": (6, 6)}[what]
+    one_line(e, f"update {update}:", what.split()[-1], "not finite", "keeps its last good checkpoint")
     tensors, meta = load_checkpoint(tmp_path/"run"/FILES[0])
     assert meta["states"][0]["update"] == last and all(t.isfinite().all() for t in tensors.values())
     go(home, tmp_path/"run", CFG)
@@ -453,10 +465,11 @@ class Waiting(Job):
         return super().run(wait)
 
 def child_terminal(home, out):
-    "Ctrl-C in a terminal, in slow motion: the worker gets SIGINT, then the process that started it, which tells the worker again."
+    "Ctrl-C in a terminal, in slow motion: what is in this process's group gets SIGINT, then this process, which tells its worker."
     def press():
         while not (out/"0"/"ready").exists(): time.sleep(0.01)
-        for p in multiprocessing.active_children(): os.kill(p.pid, signal.SIGINT)
+        for p in multiprocessing.active_children():
+            if os.getpgid(p.pid) == os.getpgrp(): os.kill(p.pid, signal.SIGINT)
         time.sleep(0.5)
         os.kill(os.getpid(), signal.SIGINT)
     threading.Thread(target=press, daemon=True).start()
