@@ -51,7 +51,7 @@ def fresh(made, tmp_path, monkeypatch)->Path:
 def run(made, fresh)->Path: "The same, with a copy of the finished run."; shutil.copytree(made/"m", "m"); return fresh
 
 @pytest.fixture
-def works(capfd):
+def check_works(capfd):
     "Call a command that must succeed; its output."
     def check(*argv):
         capfd.readouterr()
@@ -60,7 +60,7 @@ def works(capfd):
     return check
 
 @pytest.fixture
-def refused(capfd):
+def check_refused(capfd):
     "Call a command that must say `words` in one line and leave the working folder as it was, but for what `new` allows."
     def check(argv, *words, new=(), silent=True):
         before = tree()
@@ -95,50 +95,50 @@ CORPORA = {
 }
 
 @pytest.mark.parametrize("name", CORPORA)
-def test_bad_corpus(name, fresh, refused, works):
+def test_bad_corpus(name, fresh, check_refused, check_works):
     source, content, words = CORPORA[name]
     if source.endswith("/"): Path(source).mkdir()
     if content is not None: Path(source).write_bytes(content)
-    assert "\x1b" not in refused(["train", "--data", source, "--out", "m", *TINY], words)
-    works("data", "corpus.jsonl", "--out", "m")
+    assert "\x1b" not in check_refused(["train", "--data", source, "--out", "m", *TINY], words)
+    check_works("data", "corpus.jsonl", "--out", "m")
     Store("m/store").verify()
 
 def latin(n)->bytes: "n documents in Latin-1, so not UTF-8, each with a word of its own."; return b"\n\n".join(f"caf\xe9 number{i} gar\xe7on fen\xeatre royaume\n".encode("latin-1") * 400 for i in range(n))
 
-def test_invalid_utf8_trains(fresh, works):
+def test_invalid_utf8_trains(fresh, check_works):
     Path("a.txt").write_bytes(latin(12) + b"\xff\xfe\xfd")
-    works(*TRAIN, "--data", "a.txt", "-N", "2")
+    check_works(*TRAIN, "--data", "a.txt", "-N", "2")
     store = Store("m/store")
     assert sum((store.path/f"{s}.bin").read_bytes().count(b"caf\xe9") for s in ("train", "validation", "test")) == 12 * 400
     assert [load_checkpoint(f"m/experts/{e}/checkpoint.safetensors")[1]["states"][0]["update"] for e in (0, 1)] == [20, 20]
-    assert "N = 2, k = 2" in works(*EVAL)
+    assert "N = 2, k = 2" in check_works(*EVAL)
 
-def test_corpus_without_a_word(fresh, refused, works):
+def test_corpus_without_a_word(fresh, check_refused, check_works):
     stop = ["it", "is", "of", "to", "in"]   # of two letters: no sequence begins or ends with a part of one that counts as a word
     Path("a.txt").write_text("\n".join(" ".join(stop[b % 5] for b in hashlib.sha256(b"%d" % i).digest()) for i in range(1500)))
-    works("data", "a.txt", "--out", "m")
-    refused(["cluster", "--out", "m", "-N", "2"], "no word survives the stop words")
-    refused(TRAIN, "no word survives the stop words", new=["m/seed", "m/whole"], silent=False)
-    works(*SEED)
+    check_works("data", "a.txt", "--out", "m")
+    check_refused(["cluster", "--out", "m", "-N", "2"], "no word survives the stop words")
+    check_refused(TRAIN, "no word survives the stop words", new=["m/seed", "m/whole"], silent=False)
+    check_works(*SEED)
 
-def test_more_experts_than_sequences(run, refused, works):
+def test_more_experts_than_sequences(run, check_refused, check_works):
     shutil.rmtree("m/clusters"); shutil.rmtree("m/experts")
-    refused(["cluster", "--out", "m", "-N", "5000"], "N = 5000", "427")
-    refused([*TRAIN, "-N", "5000"], "N = 5000", "427")
-    refused(["cluster", "--out", "m", "-N", "300"], "use fewer experts than 300")
-    works("cluster", "--out", "m", "-N", "3")
+    check_refused(["cluster", "--out", "m", "-N", "5000"], "N = 5000", "427")
+    check_refused([*TRAIN, "-N", "5000"], "N = 5000", "427")
+    check_refused(["cluster", "--out", "m", "-N", "300"], "use fewer experts than 300")
+    check_works("cluster", "--out", "m", "-N", "3")
     assert json.loads(Path("m/clusters/cluster.json").read_text())["N"] == 3
 
 @pytest.mark.parametrize("command", (["data"], [*SEED, "--data"], ["cluster", "--out", "m", "--data"], [*TRAIN, "--data"], [*EVAL, "--data"]), ids=lambda c: c[0])
-def test_another_corpus_or_one_that_changed(command, run, refused, works):
+def test_another_corpus_or_one_that_changed(command, run, check_refused, check_works):
     lines = Path("corpus.jsonl").read_text(encoding="utf-8").splitlines(True)
     Path("other.jsonl").write_text("".join(json.dumps(dict(text=json.loads(x)["text"].upper())) + "\n" for x in lines), encoding="utf-8")
     Path("less.jsonl").write_text("".join(lines[:-1]), encoding="utf-8")
     out = ["--out", "m"] if command == ["data"] else []
-    for source in ("other.jsonl", "less.jsonl"): refused([*command, source, *out], "another corpus", "corpus.jsonl")
-    refused([*command, "nowhere.jsonl", *out], "nowhere.jsonl", "no such file")
+    for source in ("other.jsonl", "less.jsonl"): check_refused([*command, source, *out], "another corpus", "corpus.jsonl")
+    check_refused([*command, "nowhere.jsonl", *out], "nowhere.jsonl", "no such file")
     before = tree("m/seed") | tree("m/experts") | tree("m/store")
-    works(*command, "corpus.jsonl", *out)
+    check_works(*command, "corpus.jsonl", *out)
     assert tree("m/seed") | tree("m/experts") | tree("m/store") == before
 
 # ---- options
@@ -151,12 +151,12 @@ TRAINING = {
 }
 
 @pytest.mark.parametrize("given", TRAINING)
-def test_bad_option_of_training(given, fresh, refused):
-    refused(["train", "--data", "corpus.jsonl", "--out", "m", *TINY, *given.split()], TRAINING[given])   # before anything is read or made
+def test_bad_option_of_training(given, fresh, check_refused):
+    check_refused(["train", "--data", "corpus.jsonl", "--out", "m", *TINY, *given.split()], TRAINING[given])   # before anything is read or made
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device here")
 @pytest.mark.parametrize("command", (TRAIN, SEED, EVAL, GENERATE), ids=lambda c: c[0])
-def test_a_device_that_is_not_here(command, run, refused): refused([*command, "--device", "cuda"], "--device cuda", "--device cpu")
+def test_a_device_that_is_not_here(command, run, check_refused): check_refused([*command, "--device", "cuda"], "--device cuda", "--device cpu")
 
 USING = {
     ("generate", "-k 0"): "k", ("generate", "-k 9"): "k", ("generate", "--temperature -1"): "--temperature", ("generate", "--temperature nan"): "--temperature", ("generate", "--bytes -5"): "--bytes",
@@ -165,37 +165,37 @@ USING = {
 }
 
 @pytest.mark.parametrize("command, given", USING)
-def test_bad_option_of_using(command, given, run, refused):
-    refused([*dict(generate=GENERATE, eval=EVAL)[command], *given.split()], USING[command, given])
+def test_bad_option_of_using(command, given, run, check_refused):
+    check_refused([*dict(generate=GENERATE, eval=EVAL)[command], *given.split()], USING[command, given])
 
 @pytest.mark.parametrize("given", ("-k 9", "--temperature -1", "--bytes -1", "--sample-seed -1", "--figures corpus.jsonl", "--figures corpus.jsonl/deep", "--device banana"))
-def test_the_demo_refuses_before_it_trains(given, fresh, refused):
-    refused(["demo", "--data", "corpus.jsonl", "--out", "m", "--figures", "f", *TINY, *given.split()])
+def test_the_demo_refuses_before_it_trains(given, fresh, check_refused):
+    check_refused(["demo", "--data", "corpus.jsonl", "--out", "m", "--figures", "f", *TINY, *given.split()])
 
 @pytest.mark.parametrize("argv, words", [([], "COMMAND"), (["dance"], "'dance'"), (["da\nnce"], "choose from"), (["seed", "--x\ny"], "--x"), (["data"], "CORPUS"), (["data", "corpus.jsonl", "--bytes", "many"], "number of bytes"), (["data", "corpus.jsonl", "--bytes", "500"], "--bytes 500"), (["reproduce", "fig\n99"], "99"), (["reproduce"], "--list"), (["info"], "PATH"), (["info", "no\nwhere"], "no such file"),
                                          (["info", "corpus.jsonl"], "corpus.jsonl"), (["info", "."], "no checkpoint, router, store or run")])
-def test_bad_command(argv, words, fresh, refused): refused(argv, words)
+def test_bad_command(argv, words, fresh, check_refused): check_refused(argv, words)
 
 # ---- places
 
 @pytest.mark.parametrize("command", (["data", "corpus.jsonl"], ["seed", "--data", "corpus.jsonl", *TINY], ["cluster", "--data", "corpus.jsonl"], ["train", "--data", "corpus.jsonl", *TINY], ["demo", "--data", "corpus.jsonl", *TINY, "--figures", "f"], ["eval"], ["generate", "hi"]), ids=lambda c: c[0])
-def test_a_file_where_a_folder_is_expected(command, fresh, refused):
+def test_a_file_where_a_folder_is_expected(command, fresh, check_refused):
     Path("file").write_text("in the way")
-    for out in ("file", "file/deeper"): refused([*command, "--out", out], "file", new=["f"])
-    if command[0] not in ("eval", "generate"): refused([*command, "--out", os.fsdecode(b"caf\xe9")], "UTF-8", new=["f"])   # safetensors could not read it again
+    for out in ("file", "file/deeper"): check_refused([*command, "--out", out], "file", new=["f"])
+    if command[0] not in ("eval", "generate"): check_refused([*command, "--out", os.fsdecode(b"caf\xe9")], "UTF-8", new=["f"])   # safetensors could not read it again
 
 @pytest.mark.parametrize("part, command", [("seed", SEED), ("clusters", ["cluster", "--out", "m"]), ("experts", TRAIN), ("experts/1", TRAIN), ("eval", EVAL), ("store", SEED), ("store", EVAL)])
-def test_a_file_where_a_part_of_the_run_is_expected(part, command, run, refused):
+def test_a_file_where_a_part_of_the_run_is_expected(part, command, run, check_refused):
     shutil.rmtree(Path("m")/part, ignore_errors=True)
     (Path("m")/part).write_text("in the way")
-    refused(command, part, silent=command is not EVAL)
+    check_refused(command, part, silent=command is not EVAL)
 
-def test_names_with_spaces_and_letters_of_all_kinds(made, fresh, works):
+def test_names_with_spaces_and_letters_of_all_kinds(made, fresh, check_works):
     home = Path("my texts/größe 文 \n")
     home.mkdir(parents=True); shutil.copy("corpus.jsonl", home/"ein korpus ü.jsonl")
-    works("seed", "--data", home/"ein korpus ü.jsonl", "--out", home/"the run", *TINY)
+    check_works("seed", "--data", home/"ein korpus ü.jsonl", "--out", home/"the run", *TINY)
     assert load_checkpoint(home/"the run/seed/checkpoint.safetensors")[0].keys() == load_checkpoint(made/"m/seed/checkpoint.safetensors")[0].keys()
-    assert "20 updates" in works("info", home/"the run") and works("generate", "hi", "--bytes", "3", "--out", home/"the run").startswith("hi")
+    assert "20 updates" in check_works("info", home/"the run") and check_works("generate", "hi", "--bytes", "3", "--out", home/"the run").startswith("hi")
 
 # ---- checkpoints
 
@@ -220,41 +220,41 @@ def not_a_run(p): again(p, lambda t, m: m.update(kind="kept"))
 DAMAGE = {cut: "damaged", emptied: "damaged", one_bit: "damaged", one_bit_of_the_header: "damaged", replaced: "damaged", a_folder: "damaged", later: "format 9", not_a_number: "not finite", not_a_run: "not"}
 
 @pytest.mark.parametrize("damage", DAMAGE, ids=lambda f: f.__name__)
-def test_damaged_checkpoints(damage, run, refused, works):
+def test_damaged_checkpoints(damage, run, check_refused, check_works):
     seed, expert = Path("m/seed/checkpoint.safetensors"), Path("m/experts/1/checkpoint.safetensors")
     for path, commands in ((seed, (SEED, TRAIN, EVAL, *([INFO] if damage not in (not_a_run, not_a_number) else []))), (expert, (TRAIN, EVAL, GENERATE))):
         good = path.read_bytes()
         damage(path)
-        for command in commands: refused(command, path.parent, DAMAGE[damage], silent=command is not INFO)
+        for command in commands: check_refused(command, path.parent, DAMAGE[damage], silent=command is not INFO)
         if path.is_dir(): path.rmdir()
         path.write_bytes(good)
-    for command in (SEED, TRAIN, GENERATE, INFO): works(*command)
+    for command in (SEED, TRAIN, GENERATE, INFO): check_works(*command)
 
-def test_metrics_cut_short(run, refused):
+def test_metrics_cut_short(run, check_refused):
     cut(Path("m/seed/metrics.jsonl"))
-    refused([*SEED, "--seed-updates", "30"], "metrics.jsonl", "shorter")
+    check_refused([*SEED, "--seed-updates", "30"], "metrics.jsonl", "shorter")
 
 @pytest.mark.parametrize("given, was", [("--lr 0.02", "lr = 0.005"), ("--seed 7", "seed = 1"), ("--model-d 9", "d = 8"), ("--model-d-E 16", "d_E = 8"), ("--model-D 1", "D = 2"), ("--T 16", "T = 32"), ("--tile 8", "tile = 4"), ("--schedule plateau", "cosine")])
-def test_checkpoint_of_another_configuration(given, was, run, refused):
+def test_checkpoint_of_another_configuration(given, was, run, check_refused):
     said = given.split()[1]
-    refused([*SEED, *given.split()], "m/seed", was, f"not {said}")
-    refused([*TRAIN, *given.split()], was, f"not {said}")
+    check_refused([*SEED, *given.split()], "m/seed", was, f"not {said}")
+    check_refused([*TRAIN, *given.split()], was, f"not {said}")
 
-def test_a_finished_run_stays_as_it_is(run, works):
+def test_a_finished_run_stays_as_it_is(run, check_works):
     before = tree("m")
-    works(*SEED); works(*TRAIN)
+    check_works(*SEED); check_works(*TRAIN)
     assert tree("m") == before
 
-def test_a_seed_that_was_trained_on_after_its_experts(run, refused, works):
-    works(*SEED, "--seed-updates", "22")
-    refused([*TRAIN, "--seed-updates", "22"], "other initial parameters", silent=False)
+def test_a_seed_that_was_trained_on_after_its_experts(run, check_refused, check_works):
+    check_works(*SEED, "--seed-updates", "22")
+    check_refused([*TRAIN, "--seed-updates", "22"], "other initial parameters", silent=False)
 
 @pytest.mark.parametrize("lr, updates", [("1e30", "1"), ("1e30", "9")])
-def test_a_loss_that_is_not_finite(lr, updates, run, refused, works):
-    refused(["seed", "--out", "m2", "--data", "corpus.jsonl", *TINY, "--lr", lr, "--seed-updates", updates], "update 1", "not finite", "--lr", new=["m2"])
+def test_a_loss_that_is_not_finite(lr, updates, run, check_refused, check_works):
+    check_refused(["seed", "--out", "m2", "--data", "corpus.jsonl", *TINY, "--lr", lr, "--seed-updates", updates], "update 1", "not finite", "--lr", new=["m2"])
     tensors, meta = load_checkpoint("m2/seed/checkpoint.safetensors")
     assert meta["states"][0]["update"] == 0 and all(t.isfinite().all() for t in tensors.values()) and not list(Path("m2").rglob("*.tmp"))
-    refused(["train", "--out", "m2", *TINY, "--lr", lr, "--seed-updates", updates], "not finite", new=["m2/clusters"], silent=False)
+    check_refused(["train", "--out", "m2", *TINY, "--lr", lr, "--seed-updates", updates], "not finite", new=["m2/clusters"], silent=False)
 
 # ---- the rest of a run
 
@@ -264,37 +264,37 @@ MISSING = [
 ]
 
 @pytest.mark.parametrize("parts, command, words", MISSING)
-def test_missing_pieces(parts, command, words, run, refused, works):
+def test_missing_pieces(parts, command, words, run, check_refused, check_works):
     kept = shutil.copytree("m", "kept")
     for p in parts.split(): shutil.rmtree(f"m/{p}") if Path(f"m/{p}").is_dir() else os.remove(f"m/{p}")
-    refused(command, words)
+    check_refused(command, words)
     shutil.rmtree("m"); kept.rename("m") if isinstance(kept, Path) else os.rename(kept, "m")
-    works(*command)
+    check_works(*command)
 
-def test_info_of_what_is_there(run, works):
+def test_info_of_what_is_there(run, check_works):
     shutil.rmtree("m/experts/1"); Path("m/experts/1").mkdir(); gone(Path("m/seed/checkpoint.safetensors"))
-    said = works(*INFO)
+    said = check_works(*INFO)
     assert "m/experts/0: training run, 20 updates" in said and "m/store: corpus store" in said and "Router(N=2" in said
 
-def test_a_router_with_other_N(run, refused):
+def test_a_router_with_other_N(run, check_refused):
     fit_router(Store("m/store"), 3, 1).save("m/clusters")
-    refused(TRAIN, "N = 3", "N = 2")
-    refused(EVAL, "m/"), refused(GENERATE, "m/")
-    refused([*TRAIN, "-N", "3"], "N = 2, not 3")
+    check_refused(TRAIN, "N = 3", "N = 2")
+    check_refused(EVAL, "m/"), check_refused(GENERATE, "m/")
+    check_refused([*TRAIN, "-N", "3"], "N = 2, not 3")
 
-def test_the_seeds_shard_is_made_again(run, works):
+def test_the_seeds_shard_is_made_again(run, check_works):
     for part, damage in ((part, damage) for part in ("shards.json", "train.npy", "valid.npy") for damage in (cut, emptied, replaced, one_bit, gone)):
         path = Path("m/whole", part)
         good = path.read_bytes()
         damage(path)
-        works(*SEED)
+        check_works(*SEED)
         assert path.read_bytes() == good
 
 PARTS = {"store/manifest.json": EVAL, "store/train.bin": SEED, "store/test.bin": EVAL, "store/documents.parquet": EVAL, "clusters/cluster.json": TRAIN, "clusters/router.json": EVAL, "clusters/router.safetensors": GENERATE,
          "clusters/shards.json": TRAIN, "clusters/train.npy": TRAIN, "clusters/valid.npy": TRAIN}
 
 @pytest.mark.parametrize("part", PARTS)
-def test_other_damaged_files(part, run, refused, works):
+def test_other_damaged_files(part, run, check_refused, check_works):
     path, command = Path("m")/part, PARTS[part]
     good = path.read_bytes()
     damages = [cut, emptied, replaced, a_folder]
@@ -302,10 +302,10 @@ def test_other_damaged_files(part, run, refused, works):
     if path.suffix == ".json": damages += [lambda p, text=text: p.write_text(text) for text in ("[1, 2]", "null", "{}", "3")]
     for damage in damages:
         damage(path)
-        refused(command, "m/" + part.split("/")[0])
+        check_refused(command, "m/" + part.split("/")[0])
         if path.is_dir(): path.rmdir()
         path.write_bytes(good)
-    works(*command)
+    check_works(*command)
 
 # ---- a full disk, and two at once
 
@@ -318,9 +318,9 @@ class FullDisk:
         self.left -= 1
         if self.left < 0: raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-def test_a_full_disk_at_any_moment(fresh, works, capfd, monkeypatch):
+def test_a_full_disk_at_any_moment(fresh, check_works, capfd, monkeypatch):
     small = [*TINY, "--seed-updates", "2", "--P", "1", "--B", "1", "--T", "8", "--data", "corpus.jsonl"]
-    works("seed", "--out", "good", *small)
+    check_works("seed", "--out", "good", *small)
     good = {n: Path("good/seed", n).read_bytes() for n in ("checkpoint.safetensors", "metrics.jsonl", "result.json")}
     for n in range(99):
         out, _ = f"m{n}", capfd.readouterr()
@@ -332,24 +332,24 @@ def test_a_full_disk_at_any_moment(fresh, works, capfd, monkeypatch):
         assert not list(Path(out).rglob("*.tmp"))
         if Path(out, "store").exists(): Store(Path(out, "store")).verify()
         if n % 4 == 0:
-            works("seed", "--out", out, *small)
+            check_works("seed", "--out", out, *small)
             assert {n: Path(out, "seed", n).read_bytes() for n in good} == good
         shutil.rmtree(out)
     assert n > 20
 
 @pytest.mark.parametrize("command", (EVAL, ["cluster", "--out", "m"]), ids=lambda c: c[0])
-def test_a_full_disk_keeps_what_was_there(command, run, refused, works, monkeypatch):
-    if command is EVAL: works(*EVAL)
+def test_a_full_disk_keeps_what_was_there(command, run, check_refused, check_works, monkeypatch):
+    if command is EVAL: check_works(*EVAL)
     else: shutil.rmtree("m/clusters")
     with monkeypatch.context() as patch:
         FullDisk(patch, 0)
-        refused(command, os.strerror(errno.ENOSPC), new=["m/clusters"], silent=command is not EVAL)
-    works(*command)
+        check_refused(command, os.strerror(errno.ENOSPC), new=["m/clusters"], silent=command is not EVAL)
+    check_works(*command)
 
 @pytest.mark.parametrize("command, part", [([*SEED, "--seed-updates", "25"], "seed"), ([*TRAIN, "--expert-updates", "25"], "experts/0")], ids=("seed", "train"))
-def test_two_trainings_on_one_folder(command, part, run, refused, works):
-    with locked(Path("m")/part): refused(command, part, "another process")
-    works(*command)
+def test_two_trainings_on_one_folder(command, part, run, check_refused, check_works):
+    with locked(Path("m")/part): check_refused(command, part, "another process")
+    check_works(*command)
     assert load_checkpoint(f"m/{part}/checkpoint.safetensors")[1]["states"][0]["update"] == 25
 
 def test_two_stores_built_at_once(fresh, monkeypatch):
@@ -379,8 +379,8 @@ def test_two_stores_built_at_once(fresh, monkeypatch):
 # ---- prompts, terminals, pipes
 
 @pytest.mark.parametrize("prompt", ("", "x", "word " * 1000, "!?.,;:", "the and of", "🎉 Überraschung 文", "a\0b", "two\nlines\r\n", os.fsdecode(b"caf\xe9 \xff"), "\x1b[31mred"), ids=range(10))
-def test_any_prompt_is_continued(prompt, run, works):
-    said = works("generate", "--out", "m", "--bytes", "20", "--", prompt)
+def test_any_prompt_is_continued(prompt, run, check_works):
+    said = check_works("generate", "--out", "m", "--bytes", "20", "--", prompt)
     shown = prompt.encode("utf-8", "replace").decode()
     assert said.startswith(shown) and said.endswith("\n") and said.isprintable() is False
     assert len(said[len(shown):-1].encode()) >= 20   # bytes that are not UTF-8 become marks of three bytes
@@ -436,14 +436,14 @@ def begun(*parts): return lambda: all(p.exists() and p.stat().st_size > 0 for p 
 needs_proc = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="looks for processes in /proc")
 
 @pytest.mark.parametrize("signum, code", [(signal.SIGINT, 130), (signal.SIGTERM, 143)], ids=("SIGINT", "SIGTERM"))
-def test_stopped_seed_goes_on(signum, code, made, fresh, works, capfd, monkeypatch):
+def test_stopped_seed_goes_on(signum, code, made, fresh, check_works, capfd, monkeypatch):
     step = soma.train.Run.step
     with monkeypatch.context() as patch:
         patch.setattr(soma.train.Run, "step", lambda run, *args: (run.update == 7 and signal.raise_signal(signum), step(run, *args))[1])
         assert call(*TRAIN, "--data", "corpus.jsonl") == code
     assert capfd.readouterr().err == "soma: stopped after update 8, saved in m/seed; the same command goes on from there\n"
     assert updates("seed") == 8 and not Path("m/experts").exists() and not list(Path("m").rglob("*.tmp"))
-    works(*TRAIN)
+    check_works(*TRAIN)
     for part in ("seed", "experts/0", "experts/1"): assert load_checkpoint(f"m/{part}/checkpoint.safetensors")[1] == load_checkpoint(made/f"m/{part}/checkpoint.safetensors")[1]
 
 @needs_proc
