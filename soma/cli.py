@@ -23,6 +23,7 @@ from .corpora import open_source
 from .data import Shards, Store, build_store, make_shards, shipped_corpus
 from .evaluate import baselines, bootstrap, evaluate, format_table, paired_difference, plot_scores, save_figure, save_results, save_scores, shuffle_routes
 from .inference import check_sampling, generate, load_ensemble, load_model
+from .kernels import IMPLS, expert_objective
 from .models import CHUNK, count_body, init_params, ops_per_token
 from .report import check, dry_run, listing, reproduce
 from .routing import fit_router, load_router, routing_report
@@ -64,7 +65,7 @@ def seed(args):
     "Train the seed on the whole corpus: body by SPSA, head by the delta rule (§4)."
     (recipe, model), run, store = settings(args), RunFolder(args.out), open_store(args)
     whole, bar = whole_shard(run.whole, store), Bar(recipe.seed.updates, recipe.seed, "seed", not args.quiet)
-    try: result = train(recipe.seed, model, init_params(model, recipe.seed.seed), store, whole.train[0], whole.valid[0], run.seed, args.chunk, args.device, report=bar)
+    try: result = train(recipe.seed, model, init_params(model, recipe.seed.seed), store, whole.train[0], whole.valid[0], run.seed, args.chunk, args.device, args.impl, report=bar)
     finally: bar.close()
     say(f"seed: {result['update']:,} updates, validation loss {result['valid']:.4f} nats/byte, in {run.seed}")
 
@@ -106,7 +107,7 @@ def cluster(args):
 def expert_jobs(args, recipe, control=False)->list:
     "A job for every expert, each with a random stream of its own; with `control`, first one more on the whole corpus."
     run, N = RunFolder(args.out), read_clustering(RunFolder(args.out))["N"]
-    def job(stream, shards, e, out): return Job(replace(recipe.expert, stream=stream), str(run.seed), str(run.store), str(shards), e, str(out), args.device, args.chunk)
+    def job(stream, shards, e, out): return Job(replace(recipe.expert, stream=stream), str(run.seed), str(run.store), str(shards), e, str(out), args.device, args.chunk, args.impl)
     extra = [job("control", run.whole, 0, run.control)] if control else []
     return extra + [job(f"expert{e}", run.clusters, e, run.expert(e)) for e in range(N)]
 
@@ -289,6 +290,7 @@ def _preset(p): p.add_argument("--preset", default="small", help="paper, small (
 
 def _training(p):
     p.add_argument("--quiet", action="store_true", help="no progress bar")
+    p.add_argument("--impl", default="auto", help="how the forward is computed: " + ", ".join(IMPLS) + " (default: %(default)s, the fastest that works here)")
     p.add_argument("--chunk", type=int, default=CHUNK, help="perturbed models in flight: memory and speed, never the result (default: %(default)s)")
     for name, kind, what in (("P", int, "perturbation directions per batch (n_pert)"), ("B", int, "sequences per batch"), ("T", int, "bytes of a training window, at most 1024"),
                              ("A", int, "accumulated batches per update"), ("lr", float, "initial step size"), ("eps", float, "initial perturbation radius"),
@@ -359,6 +361,7 @@ def check_options(args):
         if (value := getattr(args, name, None)) is not None and value < least: raise SomaError(f"{'-' * (1 + (len(name) > 1))}{name.removeprefix('max_')} {value}: must be at least {least}")
     set_threads(getattr(args, "threads", None))
     choose_device(getattr(args, "device", "cpu"))
+    if hasattr(args, "impl"): expert_objective(ModelConfig(), impl=args.impl, device=args.device)
     if hasattr(args, "chunk"): settings(args)
     elif hasattr(args, "preset") and hasattr(args, "out"): preset(args.preset)
     if hasattr(args, "temperature"): check_sampling(args.temperature, args.sample_seed)

@@ -232,6 +232,18 @@ class ExpertObjective(Objective):
         "Nats of every target byte of one model: uint8 [n, T+1] -> [n, T]."
         return self._by_tile(theta, windows, token_losses)
 
+    def routed_losses(self,
+                      thetas:list,           # parameters of each expert
+                      windows:torch.Tensor,  # uint8 [n, T+1]
+                      routes:torch.Tensor,   # int64 [n, k]: the experts of each window, each at most once
+                     )->torch.Tensor:
+        "Nats of every target byte by each of its window's experts: [n, k, T]."
+        out = windows.new_zeros(*routes.shape, windows.shape[1] - 1, dtype=next(iter(thetas[0].values())).dtype)
+        for e, theta in enumerate(thetas):
+            window, place = (routes == e).nonzero(as_tuple=True)
+            if len(window): out[window, place] = self.token_losses(theta, windows[window])
+        return out
+
     def mean_loss(self, theta:dict, windows:torch.Tensor)->float:
         "nats/byte over all windows, summed in float64 in index order."
         return (ordered_sum(ordered_sum(self.token_losses(theta, windows))) / windows[:, 1:].numel()).item()

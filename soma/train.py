@@ -22,7 +22,8 @@ from tqdm import tqdm
 from .core import Key, ModelConfig, SomaError, TrainConfig, atomic_write, canonical_json, choose_device, derive_seed, make_dir, provenance, read_json, write_json
 from .data import Shards, Store, batch, validation_windows
 from .estimators import delta_rule, spsa, spsa_summed
-from .models import CHUNK, ExpertObjective
+from .kernels import expert_objective
+from .models import CHUNK
 from .optim import Plateau, adam, adam_step, moments, rates, set_moments
 
 # %% ../nbs/08_train.ipynb #a8493f73
@@ -239,12 +240,13 @@ def train(cfg:TrainConfig, model:ModelConfig,
           out,                   # folder of the run: checkpoint.safetensors, metrics.jsonl, result.json, sessions.jsonl
           chunk:int=CHUNK,       # perturbed models in flight: memory and speed, not results
           device:str="cpu",
+          impl:str="auto",                  # how the forward is computed (room 05)
           checkpoint_every:int=100,         # updates between two checkpoints
           report=lambda update, loss: None, # called after every update
          )->dict:
     "Train or resume until cfg.updates (§4, Appendix E): final update and validation loss. Raises Stopped after a signal."
     folder, device, began = make_dir(out), choose_device(device), time.time()
-    objective, judged = ExpertObjective(model, cfg.tile, chunk), validation_windows(store, valid_idx, cfg).to(device)
+    objective, judged = expert_objective(model, cfg.tile, chunk, impl, device), validation_windows(store, valid_idx, cfg).to(device)
     with locked(folder):
         run, ident, metrics = begin(cfg, model, theta, store, train_idx, valid_idx, folder, device)
         first, judge = run.update, lambda update: metrics.write(run.judge(objective, judged)) if update % cfg.judge_every == 0 else None
@@ -304,13 +306,14 @@ class Job:
     out:str      # folder of the run
     device:str = "cpu"
     chunk:int = CHUNK
+    impl:str = "auto"
 
     def run(self, report=lambda update, loss: None)->dict:
         "Train or resume it here."
         theta, model, _ = load_theta(self.start)
         store = Store(self.store)
         shards = Shards.load(self.shards, store)
-        return train(self.cfg, model, theta, store, shards.train[self.expert], shards.valid[self.expert], self.out, self.chunk, self.device, report=report)
+        return train(self.cfg, model, theta, store, shards.train[self.expert], shards.valid[self.expert], self.out, self.chunk, self.device, self.impl, report=report)
 
 def _work(numbered:list, threads:int, events):
     "Run jobs one after another in this process, telling `events` how they fare."
@@ -396,6 +399,7 @@ class TogetherJob:
     rule:str          # "own" or "summed"
     keep:tuple        # updates at which parameters are kept, for `load_kept`
     chunk:int = CHUNK
+    impl:str = "auto"
 
     def _runs(self, cfg)->list:
         "The runs as they stand in their starting folders, with this job's configuration."
@@ -411,7 +415,7 @@ class TogetherJob:
         if self.rule not in RULES: raise SomaError(f"rule {self.rule!r}: choose one of {', '.join(RULES)}")
         cfg = replace(self.cfg, horizon=self.cfg.horizon or self.cfg.updates)
         folder, store, runs = make_dir(self.out), Store(self.store), self._runs(cfg)
-        shards, objective, path = Shards.load(self.shards, store), ExpertObjective(runs[0].model, cfg.tile, self.chunk), folder/"checkpoint.safetensors"
+        shards, objective, path = Shards.load(self.shards, store), expert_objective(runs[0].model, cfg.tile, self.chunk, self.impl), folder/"checkpoint.safetensors"
         begun = {f"{e}/{n}": t for e, r in enumerate(runs) for n, t in r.tensors().items()}
         ident = identity(cfg, runs[0].model, begun, store, np.concatenate(shards.train), np.concatenate(shards.valid)) | dict(rule=dict(rule=self.rule))
         def keep(update):

@@ -1,0 +1,169 @@
+// The perturbed forward of the paper's LSTM expert on a CPU: room 04's `Objective`, with nothing stacked. Notebook 05_kernels tells how and why.
+// vector.h: lanes and functions of them · random.h: Philox · model.h: packed weights and layers · noise.h: activation noise · forward.h: one tile.
+#include <atomic>
+#include <functional>
+#include <system_error>
+#include <thread>
+#include "forward.h"
+
+namespace {
+
+// fn(job) for every job, on threads that live as long as the call: nothing spins while others work, nothing is left behind by a fork.
+void parallel(long jobs, int threads, const std::function<void(long)>& fn) {
+  std::atomic<long> next(0);
+  std::atomic<bool> failed(false);
+  auto work = [&] {
+    FlushSubnormals flush;
+    try { for (long j; !failed && (j = next++) < jobs;) fn(j); }
+    catch (...) { failed = true; }
+  };
+  std::vector<std::thread> others;
+  for (int i = 1; i < std::min<long>(threads, jobs); i++) try { others.emplace_back(work); } catch (const std::system_error&) { break; }
+  work();
+  for (auto& t : others) t.join();
+  if (failed) throw std::bad_alloc();
+}
+
+// Sequences in tiles: pairs of vectors as long as more than one vector's worth is left, a single vector for the rest.
+struct Tiles {
+  long count, wide, narrow;
+  explicit Tiles(long n) : count(n) {
+    wide = n / (2 * W) + (n % (2 * W) > W ? 1 : 0);
+    narrow = wide * 2 * W < n ? 1 : 0;
+  }
+  long all() const { return wide + narrow; }
+  template <class F> void run(long i, F f) const {  // f(vectors, first sequence): vectors is a type that carries 1 or 2
+    if (i < wide) f(std::integral_constant<int, 2>(), i * 2 * W);
+    else f(std::integral_constant<int, 1>(), wide * 2 * W);
+  }
+};
+
+struct Probes {  // what room 03 calls a family, a key and directions
+  int family;
+  Key key;
+  uint32_t stream;
+  const int64_t* directions;
+  const float* given;  // [P][M]
+
+  // theta + step · z of direction j
+  void perturb(const Shape& s, const float* theta, long j, float step, float* to) const {
+    const size_t M = s.M();
+    if (family == GIVEN) { for (size_t i = 0; i < M; i++) to[i] = theta[i] + step * given[j * M + i]; return; }
+    for (size_t i = 0; i < M; i += 64) {
+      Block b = block_of(key, family, stream, (uint32_t)(i / 64), (uint32_t)directions[j]);
+      for (size_t k = i; k < std::min(i + 64, M); k++) {
+        const float z = (b.plus >> (k - i) & 1) ? step : -step;
+        to[k] = (b.active >> (k - i) & 1) || s.gain(k) ? theta[k] + z : theta[k];
+      }
+    }
+  }
+};
+
+template <int NV> void forward(const Shape& s, const Model& m, const Head& head, const Table& table, const Text& text, const int32_t* order, long first, long end, const Outputs& out) {
+  Tile<NV> tile(text, order, first, end, 0);
+  Forward<NV> pass(s);
+  pass.run(m, head, &table, tile, out);
+}
+
+template <class F> int guarded(F f) {
+  try { f(); return 0; }
+  catch (const std::bad_alloc&) { return 1; }
+  catch (...) { return 2; }
+}
+
+}  // namespace
+
+extern "C" {
+
+int soma_lanes() { return W; }
+
+// losses [S][P][B]: nats of each sequence, added over its T bytes, at theta + sign·eps·z.
+int soma_losses(int d, int D, int dE, const float* theta, const float* E, const uint8_t* windows, long B, long T, int family, uint32_t seed, uint32_t step,
+                uint32_t stream, const int64_t* directions, const float* given, long P, float eps, const int32_t* signs, long S, double* losses, int threads) {
+  return guarded([&] {
+    const Shape s{d, D, dE};
+    const Text text(windows, B, T);
+    const Head head(E, dE);
+    const Tiles tiles(B);
+    const Probes probes{family, {seed, step}, stream, directions, given};
+    const long parts = std::min(tiles.all(), std::max(1L, 2 * threads / std::max(1L, S * P)));  // a model's tiles are dealt out when there are few models
+    parallel(S * P * parts, threads, [&](long job) {
+      const long part = job % parts, model = job / parts, j = model % P, sign = signs[model / P];
+      Array<float> flat(s.M());
+      if (sign) probes.perturb(s, theta, j, eps * sign, flat.get());
+      else memcpy(flat.get(), theta, s.M() * sizeof(float));
+      Model m(s);
+      m.load(flat.get());
+      Table table(s, text.present);
+      Array<vf> space(table_space(s));
+      table.fill(m, head, text, space.get());
+      for (long i = part; i < tiles.all(); i += parts)
+        tiles.run(i, [&](auto nv, long first) {
+          Outputs out;
+          out.sum = losses + model * B + first;
+          forward<decltype(nv)::value>(s, m, head, table, text, nullptr, first, B, out);
+        });
+    });
+  });
+}
+
+// total [M]: Σ_j coefficient_j z_j, added in the order of the directions.
+int soma_combine(int d, int D, int dE, int family, uint32_t seed, uint32_t step, uint32_t stream, const int64_t* directions, const double* coefficients, long P, double* total, int threads) {
+  return guarded([&] {
+    const Shape s{d, D, dE};
+    const size_t M = s.M();
+    const long chunk = 64;  // blocks of 64 coordinates in one job
+    parallel((long)((M + 64 * chunk - 1) / (64 * chunk)), threads, [&](long job) {
+      for (size_t i = job * 64 * chunk; i < std::min(M, (job + 1) * 64 * (size_t)chunk); i += 64) {
+        double sum[64] = {};
+        uint64_t gains = 0;
+        for (size_t k = i; k < std::min(i + 64, M); k++) gains |= (uint64_t)s.gain(k) << (k - i);
+        for (long j = 0; j < P; j++) {
+          Block b = block_of({seed, step}, family, stream, (uint32_t)(i / 64), (uint32_t)directions[j]);
+          const uint64_t active = b.active | gains;
+          const double c[2] = {-coefficients[j], coefficients[j]}, on[2] = {0.0, 1.0};
+          for (int k = 0; k < 64; k++) sum[k] += c[b.plus >> k & 1] * on[active >> k & 1];
+        }
+        memcpy(total + i, sum, std::min<size_t>(64, M - i) * sizeof(double));
+      }
+    });
+  });
+}
+
+// Several models, each on its own list of windows: nats of every byte [pairs][T], and what the decoder reads [pairs][T][dE], where asked.
+// Pairs of model e are windows order[begin[e]] … order[begin[e+1] - 1].
+int soma_tokens(int d, int D, int dE, long N, const float* const* thetas, const float* const* heads, const uint8_t* windows, long n, long T, const int32_t* order,
+                const int64_t* begin, float* losses, float* hidden, int threads) {
+  return guarded([&] {
+    const Shape s{d, D, dE};
+    const Text text(windows, n, T);
+    struct Part { long model, first, step; };
+    std::vector<Part> parts;  // a model's tiles are dealt out only as far as there would be idle threads without
+    long busy = 0;
+    for (long e = 0; e < N; e++) busy += begin[e] < begin[e + 1];
+    for (long e = 0; e < N; e++) {
+      const long split = std::min(Tiles(begin[e + 1] - begin[e]).all(), std::max(1L, 4 * threads / std::max(1L, busy)));
+      for (long i = 0; i < split; i++) parts.push_back({e, i, split});
+    }
+    parallel((long)parts.size(), threads, [&](long job) {
+      const Part& p = parts[job];
+      const Head head(heads[p.model], dE);
+      Model m(s);
+      m.load(thetas[p.model]);
+      Table table(s, text.present);
+      Array<vf> space(table_space(s));
+      table.fill(m, head, text, space.get());
+      const Tiles tiles(begin[p.model + 1] - begin[p.model]);
+      for (long i = p.first; i < tiles.all(); i += p.step)
+        tiles.run(i, [&](auto nv, long first) {
+          first += begin[p.model];
+          Outputs out;
+          if (losses) out.token = losses + first * T;
+          if (hidden) out.hidden = hidden + (size_t)first * T * dE;
+          forward<decltype(nv)::value>(s, m, head, table, text, order, first, begin[p.model + 1], out);
+        });
+    });
+  });
+}
+
+}  // extern "C"

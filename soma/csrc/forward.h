@@ -1,0 +1,244 @@
+// One model over every byte of one tile of sequences: the plain forward, the forward that remembers, and the replay from a perturbed site.
+#pragma once
+#include "noise.h"
+
+// What a clean pass may keep, each [T][width][lanes] of a tile. Fields of block l begin at l · BLOCK_FIELDS; the last two belong to the model.
+enum Field { NORM1, GATE_I, GATE_F, GATE_G, GATE_O, CELL, STATE, MIDDLE, NORM2, PRE, ACTIVE, OUT, BLOCK_FIELDS };
+struct Clean {
+  float* const* field;   // null: not kept
+  float* at(int f, long tile, long T, long t, int width, int lanes) const { return field[f] ? field[f] + (((size_t)tile * T + t) * width) * lanes : nullptr; }
+};
+
+template <int NV> struct Tile {  // bytes of up to NV·W sequences, side by side
+  static constexpr int L = NV * W;
+  long T, first, number;  // first: its first sequence; number: of the tile among tiles of this width
+  int used;
+  Array<uint8_t> row, target;
+  Tile(const Text& text, const int32_t* order, long first, long count, long number)
+      : T(text.T), first(first), number(number), used((int)std::min<long>(L, count - first)), row(T * L), target(T * L) {
+    for (int b = 0; b < L; b++) {
+      long i = first + std::min(b, used - 1);
+      const uint8_t* w = text.windows + (size_t)(order ? order[i] : i) * (T + 1);
+      for (long t = 0; t < T; t++) row.get()[t * L + b] = text.number[w[t]], target.get()[t * L + b] = w[t + 1];
+    }
+  }
+};
+
+struct Outputs {  // whatever is not null, of the tile's sequences
+  double* sum = nullptr;    // [sequences]: nats, added over the bytes
+  float* token = nullptr;   // [sequences][T]: nats
+  float* hidden = nullptr;  // [sequences][T][dE]: what the decoder reads
+};
+
+template <int NV> struct Forward {
+  static constexpr int L = NV * W;
+  Shape s;
+  int wide, decoded;
+  Array<vf> memory;
+  vf *state, *cells, *x, *n, *hid, *read;
+  size_t room;
+
+  explicit Forward(Shape s) : s(s), wide(up_to(s.d, GO)), decoded(up_to(std::max(s.dE, s.d), GO)),
+      memory((size_t)NV * (3 * s.D * wide + wide + decoded + groups(4 * s.d) * GO + decoded)) {
+    state = memory.get(), cells = state + 2 * (size_t)s.D * wide * NV, x = cells + (size_t)s.D * wide * NV, n = x + wide * NV;
+    hid = n + decoded * NV, read = hid + (size_t)groups(4 * s.d) * GO * NV;
+    room = 3 * (size_t)s.D * wide * NV * sizeof(vf);
+  }
+
+  // Where a replay begins, and with what noise; or where a clean pass leaves its fields.
+  const Clean* clean = nullptr;
+  const Site* site = nullptr;
+  Noise<NV>* noise = nullptr;
+  uint32_t site_number = 0, draw = 0;
+  float sigma = 0;
+
+  static void keep(float* to, const vf* from, int width) { if (to) memcpy(to, from, (size_t)width * NV * sizeof(vf)); }
+  static void recall(vf* to, const float* from, int width) { memcpy(to, from, (size_t)width * NV * sizeof(vf)); }
+  float* field(const Tile<NV>& tile, int f, long t, int width) const { return clean && !site ? clean->at(f, tile.number, tile.T, t, width, L) : nullptr; }
+  const float* was(const Tile<NV>& tile, int f, long t) const { return clean->at(f, tile.number, tile.T, t, s.d, L); }
+  bool noisy(int block, int kind) const { return site && site->block == block && site->kind == kind; }
+
+  void embed(const Table& table, const uint8_t* row) {
+    const float* from[L];
+    for (int b = 0; b < L; b++) from[b] = table.first.get() + (size_t)row[b] * table.wide;
+    for (int k = 0; k < wide; k += 4)
+      for (int v = 0; v < NV; v++) {
+        vf four[4];
+        gather4(from + v * W, k, four);
+        UNROLL for (int j = 0; j < 4; j++) x[(k + j) * NV + v] = four[j];
+      }
+  }
+
+  // x += LSTM(norm(x)); h and c move on.
+  void lstm(const Model& m, int l, const Table* table, const Tile<NV>& tile, long t) {
+    const Layers& b = m.blocks[l];
+    const int d = s.d;
+    vf *h = state + (2 * l + t % 2) * (size_t)wide * NV, *next = state + (2 * l + 1 - t % 2) * (size_t)wide * NV, *c = cells + (size_t)l * wide * NV;
+    const bool read_norm = l > 0 || field(tile, NORM1, t, d);
+    if (read_norm) normalise<NV>(x, b.gain1, d, n);
+    keep(field(tile, l * BLOCK_FIELDS + NORM1, t, d), n, d);
+    const float* from[L];
+    if (l == 0) for (int i = 0; i < L; i++) from[i] = table->projection.get() + (size_t)tile.row.get()[t * L + i] * table->gates;
+    const bool on_gates = noisy(l, GATES), on_h = noisy(l, HIDDEN);
+    if (on_gates || on_h) noise->draw(site_number, draw, t, tile.first);
+    const vf amount = splat(sigma);
+    float* gate[4];
+    for (int g = 0; g < 4; g++) gate[g] = field(tile, l * BLOCK_FIELDS + GATE_I + g, t, d);
+
+    matrix<NV>(b.w_hh, 4 * d, d, h,
+      [&](int first, auto& acc) {
+        constexpr int N = sizeof acc / sizeof acc[0];
+        if (l == 0) {
+          UNROLL for (int v = 0; v < NV; v++)
+            UNROLL for (int o = 0; o < N; o += 4) {
+              vf four[4];
+              gather4(from + v * W, first + o, four);
+              UNROLL for (int j = 0; j < 4; j++) acc[o + j][v] = four[j];
+            }
+        } else {
+          clear(acc);
+          multiply_add<N / GO, NV>(acc, b.w_ih + (size_t)first * d, d, n);
+        }
+      },
+      [&](int first, auto& acc) {
+        constexpr int N = sizeof acc / sizeof acc[0];
+        if (on_gates)
+          UNROLL for (int o = 0; o < N; o++) { int unit = std::min((first + o) / 4, d - 1); UNROLL for (int v = 0; v < NV; v++) acc[o][v] += noise->at(o % 4 * d + unit, v, amount); }
+        UNROLL for (int u = 0; u < N / 4; u++)
+          UNROLL for (int v = 0; v < NV; v++) {
+            const int unit = first / 4 + u, at = unit * NV + v;
+            vf hv = cell(acc[4 * u][v], acc[4 * u + 1][v], acc[4 * u + 2][v], acc[4 * u + 3][v], c[at]);
+            if (on_h && unit < d) hv += noise->at(unit, v, amount);
+            next[at] = hv;
+            x[at] += hv;
+            if (unit < d) for (int g = 0; g < 4; g++) if (gate[g]) { vf a = g == 2 ? tanh_of(acc[4 * u + g][v]) : sigmoid(acc[4 * u + g][v]); memcpy(gate[g] + (size_t)at * W, &a, sizeof a); }
+          }
+      });
+    keep(field(tile, l * BLOCK_FIELDS + CELL, t, d), c, d);
+    keep(field(tile, l * BLOCK_FIELDS + STATE, t, d), next, d);
+    keep(field(tile, l * BLOCK_FIELDS + MIDDLE, t, d), x, d);
+  }
+
+  // x += W_down · gelu(W_up · norm(x))
+  void mlp(const Model& m, int l, const Tile<NV>& tile, long t) {
+    const Layers& b = m.blocks[l];
+    const int d = s.d;
+    normalise<NV>(x, b.gain2, d, n);
+    keep(field(tile, l * BLOCK_FIELDS + NORM2, t, d), n, d);
+    const bool on_up = noisy(l, UP);
+    if (on_up) noise->draw(site_number, draw, t, tile.first);
+    const vf amount = splat(sigma);
+    float* pre = field(tile, l * BLOCK_FIELDS + PRE, t, 4 * d);
+    matrix<NV>(b.w_up, 4 * d, d, n, Zero(), [&](int first, auto& acc) {
+      constexpr int N = sizeof acc / sizeof acc[0];
+      if (on_up) UNROLL for (int o = 0; o < N; o++) { int k = std::min(first + o, 4 * d - 1); UNROLL for (int v = 0; v < NV; v++) acc[o][v] += noise->at(k, v, amount); }
+      UNROLL for (int o = 0; o < N; o++) {
+        if (pre && first + o < 4 * d) memcpy(pre + (size_t)(first + o) * L, acc[o], sizeof acc[o]);
+        UNROLL for (int v = 0; v < NV; v++) hid[(first + o) * NV + v] = gelu(acc[o][v]);
+      }
+    });
+    keep(field(tile, l * BLOCK_FIELDS + ACTIVE, t, 4 * d), hid, 4 * d);
+    matrix<NV>(b.w_down, d, 4 * d, hid,
+      [&](int first, auto& acc) { memcpy(acc, x + (size_t)first * NV, sizeof acc); },
+      [&](int first, auto& acc) { memcpy(x + (size_t)first * NV, acc, sizeof acc); });
+    keep(field(tile, l * BLOCK_FIELDS + OUT, t, d), x, d);
+  }
+
+  // Σ 2^(z - shift) over the 256 scores z of each sequence, in units of log 2; shift is 0 unless a score is far from it.
+  void partition(const Head& head, vf (&sum)[NV], vf (&shift)[NV]) {
+    vf top[NV];
+    for (int v = 0; v < NV; v++) sum[v] = shift[v] = vf{}, top[v] = splat(-1e30f);
+    auto add = [&](int, auto& acc) {
+      constexpr int N = sizeof acc / sizeof acc[0];
+      UNROLL for (int v = 0; v < NV; v++) {
+        vf part = vf{};
+        UNROLL for (int o = 0; o < N; o++) {
+          vf z = acc[o][v] - shift[v];
+          top[v] = larger(z, top[v]);
+          part += exp2_of(at_least(z, -126.0f));
+        }
+        sum[v] += part;
+      }
+    };
+    matrix<NV>(head.packed.get(), V, s.dE, read, Zero(), add);
+    bool far = false;
+    for (int v = 0; v < NV; v++) far |= any((vi)(top[v] > 115.0f) | (vi)(top[v] < -100.0f));
+    if (!far) return;
+    for (int v = 0; v < NV; v++) sum[v] = vf{}, shift[v] = top[v];
+    matrix<NV>(head.packed.get(), V, s.dE, read, Zero(), add);
+  }
+
+  // The score of each sequence's own next byte, in units of log 2.
+  void own_score(const Head& head, const uint8_t* target, vf (&score)[NV]) {
+    const float* from[L];
+    for (int b = 0; b < L; b++) from[b] = head.rows.get() + (size_t)target[b] * head.stride;
+    for (int v = 0; v < NV; v++) {
+      vf z = vf{};
+      for (int k = 0; k < head.stride; k += 4) {
+        vf four[4];
+        gather4(from + v * W, k, four);
+        UNROLL for (int j = 0; j < 4; j++) z += four[j] * read[(k + j) * NV + v];
+      }
+      score[v] = z * LOG2E;
+    }
+  }
+
+  void run(const Model& m, const Head& head, const Table* table, const Tile<NV>& tile, const Outputs& out) {
+    memset((void*)state, 0, room);
+    const int start = site ? site->stage() : 0, last = s.D * BLOCK_FIELDS;
+    vf mantissa[NV];
+    vi exponent[NV], broken[NV];
+    double rest[L] = {};   // of the sum: shifts less own scores, in units of log 2
+    for (int v = 0; v < NV; v++) mantissa[v] = splat(1.0f), exponent[v] = broken[v] = vi{};
+    for (long t = 0; t < tile.T; t++) {
+      if (start == 0) embed(*table, tile.row.get() + t * L);
+      else begin(tile, start, t);
+      for (int l = 0; l < s.D; l++) {
+        if (start <= 2 * l) lstm(m, l, table, tile, t);
+        if (start <= 2 * l + 1) mlp(m, l, tile, t);
+      }
+      normalise<NV>(x, m.gain, s.d, s.projected() ? n : read);
+      keep(field(tile, last, t, s.d), s.projected() ? n : read, s.d);
+      if (s.projected()) matrix<NV>(m.proj_out, s.dE, s.d, n, Zero(), [&](int first, auto& acc) { memcpy(read + (size_t)first * NV, acc, sizeof acc); });
+      keep(field(tile, last + 1, t, s.dE), read, s.dE);
+      if (out.hidden) show(out.hidden, tile, t);
+      if (!out.sum && !out.token) continue;
+      vf sum[NV], shift[NV], score[NV];
+      partition(head, sum, shift);
+      own_score(head, tile.target.get() + t * L, score);
+      float total[L], minus[L], own[L];
+      memcpy(total, sum, sizeof total), memcpy(minus, shift, sizeof minus), memcpy(own, score, sizeof own);
+      if (out.token) for (int b = 0; b < tile.used; b++) out.token[(size_t)b * tile.T + t] = (float)(LN2 * (std::log2((double)total[b]) + minus[b] - own[b]));
+      if (!out.sum) continue;
+      for (int b = 0; b < L; b++) rest[b] += (double)minus[b] - own[b];
+      for (int v = 0; v < NV; v++) {  // the product of all sums, as a mantissa and an exponent: one logarithm a sequence
+        broken[v] |= ~((vi)(sum[v] > 0.0f) & (vi)(sum[v] < 3e38f));
+        vi bits = (vi)(mantissa[v] * sum[v]);
+        exponent[v] += (bits >> 23) - 127;
+        mantissa[v] = (vf)((bits & 0x7FFFFF) | 0x3F800000);
+      }
+    }
+    if (!out.sum) return;
+    float scale[L];
+    int32_t power[L], bad[L];
+    memcpy(scale, mantissa, sizeof scale), memcpy(power, exponent, sizeof power), memcpy(bad, broken, sizeof bad);
+    for (int b = 0; b < tile.used; b++) out.sum[b] = bad[b] ? NAN : LN2 * (std::log2((double)scale[b]) + power[b] + rest[b]);
+  }
+
+  // A replay's residual stream at byte t: what the clean pass had there, and the noise of an MLP's output.
+  void begin(const Tile<NV>& tile, int start, long t) {
+    const int l = (start - 1) / 2;
+    recall(x, was(tile, l * BLOCK_FIELDS + (start % 2 ? MIDDLE : OUT), t), s.d);
+    if (!noisy(l, DOWN)) return;
+    noise->draw(site_number, draw, t, tile.first);
+    for (int k = 0; k < s.d; k++) for (int v = 0; v < NV; v++) x[k * NV + v] += noise->at(k, v, splat(sigma));
+  }
+
+  void show(float* hidden, const Tile<NV>& tile, long t) const {
+    for (int k = 0; k < s.dE; k++) {
+      float lane[L];
+      memcpy(lane, read + k * NV, sizeof lane);
+      for (int b = 0; b < tile.used; b++) hidden[((size_t)b * tile.T + t) * s.dE + k] = lane[b];
+    }
+  }
+};

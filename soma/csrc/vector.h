@@ -1,0 +1,149 @@
+// Lanes of floats, and the few functions a recurrent expert needs of them. One source for AVX-512, AVX2, NEON and plain SSE:
+// GCC and Clang vector types, with an intrinsic only where a type has no operator for it. A lane is a sequence.
+#pragma once
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#if defined(__x86_64__) || defined(__i386__)
+#include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
+#endif
+
+#define INLINE static inline __attribute__((always_inline))
+#if defined(__clang__)
+#define UNROLL _Pragma("clang loop unroll(full)")
+#else
+#define UNROLL _Pragma("GCC unroll 64")
+#endif
+
+#if defined(__AVX512F__)
+constexpr int W = 16, GO = 8;  // lanes of a vector; outputs of a packed group: two groups of one vector, or one of two, fill the registers
+#elif defined(__AVX__)
+constexpr int W = 8, GO = 4;
+#elif defined(__aarch64__)
+constexpr int W = 4, GO = 8;
+#else
+constexpr int W = 4, GO = 4;
+#endif
+
+typedef float vf __attribute__((vector_size(4 * W)));
+typedef int32_t vi __attribute__((vector_size(4 * W)));
+typedef uint32_t vu __attribute__((vector_size(4 * W)));
+typedef uint64_t vu2 __attribute__((vector_size(8 * W)));
+
+INLINE vf splat(float a) { return a - (vf){}; }
+
+// The smaller, or larger, of x and a limit; a NaN stays one.
+INLINE vf at_most(vf x, float limit) {
+#if defined(__AVX512F__)
+  return (vf)_mm512_min_ps((__m512)splat(limit), (__m512)x);
+#elif defined(__AVX__)
+  return (vf)_mm256_min_ps((__m256)splat(limit), (__m256)x);
+#else
+  return x > limit ? splat(limit) : x;
+#endif
+}
+INLINE vf larger(vf x, vf y) {
+#if defined(__AVX512F__)
+  return (vf)_mm512_max_ps((__m512)y, (__m512)x);
+#elif defined(__AVX__)
+  return (vf)_mm256_max_ps((__m256)y, (__m256)x);
+#else
+  return x < y ? y : x;
+#endif
+}
+INLINE vf at_least(vf x, float limit) { return larger(x, splat(limit)); }
+
+// 1/x for x of ordinary size: an estimate and one or two Newton steps, good to a rounding or two.
+INLINE vf reciprocal(vf x) {
+#if defined(__AVX512F__)
+  vf y = (vf)_mm512_rcp14_ps((__m512)x);
+  return y * (2.0f - x * y);
+#elif defined(__AVX__)
+  vf y = (vf)_mm256_rcp_ps((__m256)x);
+  return y * (2.0f - x * y);
+#elif defined(__aarch64__)
+  vf y = (vf)vrecpeq_f32((float32x4_t)x);
+  y = y * (2.0f - x * y);
+  y = y * (2.0f - x * y);
+  return y * (2.0f - x * y);
+#else
+  return 1.0f / x;
+#endif
+}
+
+// 2^t for -126 <= t <= 126, relative error 1e-7. The magic number rounds t to an integer; shifted, its low bits are the exponent.
+INLINE vf exp2_of(vf t) {
+  const float magic = 12582912.0f;  // 1.5 · 2^23
+  vf r = t + magic, f = t - (r - magic);
+  vf p = splat(0.0013276471992603206f);  // minimax on [-1/2, 1/2]
+  p = p * f + 0.009675541334451683f;
+  p = p * f + 0.05550713273497759f;
+  p = p * f + 0.24022119723840052f;
+  p = p * f + 0.6931469670647606f;
+  p = p * f + 1.0000000716546849f;
+  return (vf)((vi)p + ((vi)r << 23));
+}
+constexpr float LOG2E = 1.4426950408889634f;
+constexpr double LN2 = 0.6931471805599453;
+
+// exp(-x), cut off where a sigmoid or tanh no longer feels it: three of them multiply to a finite number.
+INLINE vf exp_minus(vf x) { return exp2_of(at_least(at_most(x * -LOG2E, 40.0f), -126.0f)); }
+INLINE vf sigmoid(vf x) { return reciprocal(1.0f + exp_minus(x)); }
+INLINE vf tanh_of(vf x) { vf e = exp_minus(x + x); return (1.0f - e) * reciprocal(1.0f + e); }
+
+// x · Φ(x), Φ(x) - 1/2 = x · Q(x²): a polynomial on |x| <= 5.5, beyond which Φ is 0 or 1 to 2e-8.
+INLINE vf gelu(vf x) {
+  vf z = at_least(at_most(x, 5.5f), -5.5f), w = z * z * (2.0f / 30.25f) - 1.0f;
+  vf q = splat(0.000428809747f);
+  q = q * w + -0.00127530725f; q = q * w + 0.00134165884f; q = q * w + -0.00149289666f; q = q * w + 0.00388049154f; q = q * w + -0.00739237301f; q = q * w + 0.0106612827f;
+  q = q * w + -0.0148146066f; q = q * w + 0.0202361781f; q = q * w + -0.0260776962f; q = q * w + 0.0320880834f; q = q * w + -0.0387908152f; q = q * w + 0.0477367169f;
+  q = q * w + -0.0641723741f; q = q * w + 0.128551938f;
+  return x * (z * q + 0.5f);
+}
+
+// Does a comparison hold in any lane?
+INLINE bool any(vi mask) {
+  int32_t m[W], found = 0;
+  memcpy(m, &mask, sizeof m);
+  for (int i = 0; i < W; i++) found |= m[i];
+  return found != 0;
+}
+
+// out[c][lane] = from[lane][c] for four consecutive floats of W places: a gather that reads whole quarters.
+INLINE void gather4(const float* const* from, int offset, vf* out) {
+#if defined(__AVX512F__)
+  __m512 a[4];
+  UNROLL for (int s = 0; s < 4; s++) {
+    a[s] = _mm512_castps128_ps512(_mm_loadu_ps(from[s] + offset));
+    a[s] = _mm512_insertf32x4(a[s], _mm_loadu_ps(from[s + 4] + offset), 1);
+    a[s] = _mm512_insertf32x4(a[s], _mm_loadu_ps(from[s + 8] + offset), 2);
+    a[s] = _mm512_insertf32x4(a[s], _mm_loadu_ps(from[s + 12] + offset), 3);
+  }
+  __m512d p = _mm512_castps_pd(_mm512_unpacklo_ps(a[0], a[1])), q = _mm512_castps_pd(_mm512_unpackhi_ps(a[0], a[1]));
+  __m512d r = _mm512_castps_pd(_mm512_unpacklo_ps(a[2], a[3])), s = _mm512_castps_pd(_mm512_unpackhi_ps(a[2], a[3]));
+  out[0] = (vf)_mm512_unpacklo_pd(p, r);
+  out[1] = (vf)_mm512_unpackhi_pd(p, r);
+  out[2] = (vf)_mm512_unpacklo_pd(q, s);
+  out[3] = (vf)_mm512_unpackhi_pd(q, s);
+#else
+  float m[4][W];
+  for (int lane = 0; lane < W; lane++)
+    for (int c = 0; c < 4; c++) m[c][lane] = from[lane][offset + c];
+  memcpy(out, m, sizeof m);
+#endif
+}
+
+// Subnormal numbers cost a hundred times more than others and are worth nothing here: off while one of these lives.
+struct FlushSubnormals {
+#if defined(__x86_64__) || defined(__i386__)
+  unsigned before = _mm_getcsr();
+  FlushSubnormals() { _mm_setcsr(before | 0x8040); }
+  ~FlushSubnormals() { _mm_setcsr(before); }
+#elif defined(__aarch64__)
+  uint64_t before;
+  FlushSubnormals() { asm volatile("mrs %0, fpcr" : "=r"(before)); asm volatile("msr fpcr, %0" ::"r"(before | (1u << 24))); }
+  ~FlushSubnormals() { asm volatile("msr fpcr, %0" ::"r"(before)); }
+#endif
+};
