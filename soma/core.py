@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['V', 'PRESETS', 'STREAMS', 'COLORS', 'SomaError', 'ModelConfig', 'TrainConfig', 'Recipe', 'preset', 'as_config',
-           'canonical_json', 'run_id', 'philox', 'Key', 'derive_seed', 'make_dir', 'alone', 'atomic_write',
-           'write_json', 'read_json', 'sha256_file', 'RunFolder', 'choose_device', 'set_threads', 'provenance',
-           'plot_style']
+           'canonical_json', 'run_id', 'philox', 'box_muller', 'Key', 'derive_seed', 'make_dir', 'alone',
+           'atomic_write', 'write_json', 'read_json', 'sha256_file', 'RunFolder', 'choose_device', 'set_threads',
+           'provenance', 'plot_style']
 
 # %% ../nbs/00_core.ipynb #21c06eea
 import fcntl, hashlib, json, os, platform, subprocess, sys, time
@@ -133,7 +133,13 @@ def philox(c0, c1, c2, c3,  # counter words: ints, or int64 tensors that broadca
     return c0, c1, c2, c3
 
 # %% ../nbs/00_core.ipynb #43474cef
-STREAMS = dict(probe=0, gaussian=1, batch=2, window=3, init=4, sample=5)  # counter word 3: what a number is for
+STREAMS = dict(probe=0, gaussian=1, batch=2, window=3, init=4, sample=5, site=6)  # counter word 3: what a number is for
+
+def box_muller(words:tuple)->torch.Tensor:
+    "Four standard normals from each four 32-bit words: float64 [..., 4]."
+    w = torch.stack(words, -1).double().add_(0.5).div_(4294967296)
+    r, angle = (-2 * w[..., ::2].log()).sqrt(), 2 * torch.pi * w[..., 1::2]
+    return torch.cat([r * angle.cos(), r * angle.sin()], -1)
 
 @dataclass(frozen=True)
 class Key:
@@ -160,9 +166,7 @@ class Key:
 
     def normal(self, stream:str, index, row=0)->torch.Tensor:
         "Four standard normals at each (index, row), by Box–Muller in float64: shape [..., 4]."
-        w = torch.stack(self.words(stream, index, row), -1).double().add_(0.5).div_(4294967296)
-        r, angle = (-2 * w[..., ::2].log()).sqrt(), 2 * torch.pi * w[..., 1::2]
-        return torch.cat([r * angle.cos(), r * angle.sin()], -1)
+        return box_muller(self.words(stream, index, row))
 
 def derive_seed(seed:int, *names)->int:
     "A 32-bit seed for a named part of a run: equal names give equal seeds, different names independent ones."

@@ -36,6 +36,9 @@ struct Tiles {
     if (i < wide) f(std::integral_constant<int, 2>(), i * 2 * W);
     else f(std::integral_constant<int, 1>(), wide * 2 * W);
   }
+  template <class F> void each(int threads, long repeats, F f) const {  // f(vectors, first sequence, repeat) for all of them
+    parallel(repeats * all(), threads, [&](long job) { run(job % all(), [&](auto nv, long first) { f(nv, first, job / all()); }); });
+  }
 };
 
 struct Probes {  // what room 03 calls a family, a key and directions
@@ -59,8 +62,23 @@ struct Probes {  // what room 03 calls a family, a key and directions
   }
 };
 
+struct Ready {  // one model, packed, and the batch it reads
+  Shape s;
+  Text text;
+  Head head;
+  Tiles tiles;
+  Model model;
+  Table table;
+  Ready(Shape s, const float* theta, const float* E, const uint8_t* windows, long B, long T)
+      : s(s), text(windows, B, T), head(E, s.dE), tiles(B), model(s), table(s, text.present) {
+    model.load(theta);
+    Array<vf> space(table_space(s));
+    table.fill(model, head, text, space.get());
+  }
+};
+
 template <int NV> void forward(const Shape& s, const Model& m, const Head& head, const Table& table, const Text& text, const int32_t* order, long first, long end, const Outputs& out) {
-  Tile<NV> tile(text, order, first, end, 0);
+  Tile<NV> tile(text, order, first, end);
   Forward<NV> pass(s);
   pass.run(m, head, &table, tile, out);
 }
@@ -162,6 +180,71 @@ int soma_tokens(int d, int D, int dE, long N, const float* const* thetas, const 
           if (hidden) out.hidden = hidden + (size_t)first * T * dE;
           forward<decltype(nv)::value>(s, m, head, table, text, order, first, begin[p.model + 1], out);
         });
+    });
+  });
+}
+
+// ---- Activation noise: a clean pass, replays with noise at one site, and the noise weighted by rewards -------------------------------------------------
+
+// losses [B][T] of the clean pass; fields [D · FIELDS + 2] are pointers, null where nothing is to be kept.
+int soma_clean(int d, int D, int dE, const float* theta, const float* E, const uint8_t* windows, long B, long T, float* const* fields, float* losses, int threads) {
+  return guarded([&] {
+    const Ready r(Shape{d, D, dE}, theta, E, windows, B, T);
+    r.tiles.each(threads, 1, [&](auto nv, long first, long) {
+      constexpr int NV = decltype(nv)::value;
+      Forward<NV> pass(r.s);
+      pass.clean = fields;
+      Outputs out;
+      out.token = losses + first * T;
+      pass.run(r.model, r.head, &r.table, Tile<NV>(r.text, nullptr, first, B), out);
+    });
+  });
+}
+
+// losses [n][B][T] with sigma · noise at the site, each pass replayed from there.
+int soma_site_losses(int d, int D, int dE, const float* theta, const float* E, const uint8_t* windows, long B, long T, float* const* fields, int number, int family,
+                     uint32_t seed, uint32_t step, uint32_t stream, const int32_t* draws, long n, float sigma, float* losses, int threads) {
+  return guarded([&] {
+    const Ready r(Shape{d, D, dE}, theta, E, windows, B, T);
+    const Site site(r.s, number);
+    r.tiles.each(threads, n, [&](auto nv, long first, long j) {
+      constexpr int NV = decltype(nv)::value;
+      Forward<NV> pass(r.s);
+      Noise<NV> noise({{seed, step}, stream, family}, site.width);
+      pass.clean = fields, pass.site = &site, pass.noise = &noise, pass.site_number = number, pass.draw = draws[j], pass.sigma = sigma;
+      Outputs out;
+      out.token = losses + (j * B + first) * T;
+      pass.run(r.model, r.head, &r.table, Tile<NV>(r.text, nullptr, first, B), out);
+    });
+  });
+}
+
+// total, laid out as a field [T][width][lanes] a tile: Σ_j rewards[j][b][t] · noise_j, the noise drawn again.
+int soma_site_sum(int d, int D, int dE, long B, long T, int number, int family, uint32_t seed, uint32_t step, uint32_t stream, const int32_t* draws, long n,
+                  const float* rewards, float* total, int threads) {
+  return guarded([&] {
+    const Site site(Shape{d, D, dE}, number);
+    Tiles(B).each(threads, 1, [&](auto nv, long first, long) {
+      constexpr int NV = decltype(nv)::value;
+      Noise<NV> noise({{seed, step}, stream, family}, site.width);
+      for (long t = 0; t < T; t++) {
+        float* at = total + ((size_t)first * T + t * NV * W) * site.width;
+        for (long j = 0; j < n; j++) {
+          float reward[NV * W] = {};
+          for (long b = first; b < std::min(B, first + NV * W); b++) reward[b - first] = rewards[(j * B + b) * T + t];
+          vf amount[NV];
+          memcpy(amount, reward, sizeof amount);
+          noise.draw(number, draws[j], t, first);
+          for (int k = 0; k < site.width; k++)
+            for (int v = 0; v < NV; v++) {
+              vf sum;
+              float* to = at + ((size_t)k * NV + v) * W;
+              memcpy(&sum, to, sizeof sum);
+              sum += noise.at(k, v, amount[v]);
+              memcpy(to, &sum, sizeof sum);
+            }
+        }
+      }
     });
   });
 }

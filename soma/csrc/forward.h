@@ -2,20 +2,16 @@
 #pragma once
 #include "noise.h"
 
-// What a clean pass may keep, each [T][width][lanes] of a tile. Fields of block l begin at l · BLOCK_FIELDS; the last two belong to the model.
-enum Field { NORM1, GATE_I, GATE_F, GATE_G, GATE_O, CELL, STATE, MIDDLE, NORM2, PRE, ACTIVE, OUT, BLOCK_FIELDS };
-struct Clean {
-  float* const* field;   // null: not kept
-  float* at(int f, long tile, long T, long t, int width, int lanes) const { return field[f] ? field[f] + (((size_t)tile * T + t) * width) * lanes : nullptr; }
-};
+// What a clean pass may keep, each [T][width][lanes] of a tile, tiles one after another. Fields of block l begin at l · FIELDS; two more are the model's.
+enum Field { F_NORM1, F_GATES, F_CELL, F_HIDDEN, F_MIDDLE, F_NORM2, F_UP, F_ACTIVE, F_OUT, FIELDS };
 
 template <int NV> struct Tile {  // bytes of up to NV·W sequences, side by side
   static constexpr int L = NV * W;
-  long T, first, number;  // first: its first sequence; number: of the tile among tiles of this width
+  long T, first;   // first: its first sequence
   int used;
   Array<uint8_t> row, target;
-  Tile(const Text& text, const int32_t* order, long first, long count, long number)
-      : T(text.T), first(first), number(number), used((int)std::min<long>(L, count - first)), row(T * L), target(T * L) {
+  Tile(const Text& text, const int32_t* order, long first, long count)
+      : T(text.T), first(first), used((int)std::min<long>(L, count - first)), row(T * L), target(T * L) {
     for (int b = 0; b < L; b++) {
       long i = first + std::min(b, used - 1);
       const uint8_t* w = text.windows + (size_t)(order ? order[i] : i) * (T + 1);
@@ -46,7 +42,7 @@ template <int NV> struct Forward {
   }
 
   // Where a replay begins, and with what noise; or where a clean pass leaves its fields.
-  const Clean* clean = nullptr;
+  float* const* clean = nullptr;  // its fields; null: not kept
   const Site* site = nullptr;
   Noise<NV>* noise = nullptr;
   uint32_t site_number = 0, draw = 0;
@@ -54,8 +50,8 @@ template <int NV> struct Forward {
 
   static void keep(float* to, const vf* from, int width) { if (to) memcpy(to, from, (size_t)width * NV * sizeof(vf)); }
   static void recall(vf* to, const float* from, int width) { memcpy(to, from, (size_t)width * NV * sizeof(vf)); }
-  float* field(const Tile<NV>& tile, int f, long t, int width) const { return clean && !site ? clean->at(f, tile.number, tile.T, t, width, L) : nullptr; }
-  const float* was(const Tile<NV>& tile, int f, long t) const { return clean->at(f, tile.number, tile.T, t, s.d, L); }
+  float* clean_at(const Tile<NV>& tile, int f, long t, int width) const { return clean[f] ? clean[f] + ((size_t)tile.first * tile.T + t * L) * width : nullptr; }
+  float* field(const Tile<NV>& tile, int f, long t, int width) const { return clean && !site ? clean_at(tile, f, t, width) : nullptr; }
   bool noisy(int block, int kind) const { return site && site->block == block && site->kind == kind; }
 
   void embed(const Table& table, const uint8_t* row) {
@@ -74,16 +70,15 @@ template <int NV> struct Forward {
     const Layers& b = m.blocks[l];
     const int d = s.d;
     vf *h = state + (2 * l + t % 2) * (size_t)wide * NV, *next = state + (2 * l + 1 - t % 2) * (size_t)wide * NV, *c = cells + (size_t)l * wide * NV;
-    const bool read_norm = l > 0 || field(tile, NORM1, t, d);
+    const bool read_norm = l > 0 || field(tile, F_NORM1, t, d);
     if (read_norm) normalise<NV>(x, b.gain1, d, n);
-    keep(field(tile, l * BLOCK_FIELDS + NORM1, t, d), n, d);
+    keep(field(tile, l * FIELDS + F_NORM1, t, d), n, d);
     const float* from[L];
     if (l == 0) for (int i = 0; i < L; i++) from[i] = table->projection.get() + (size_t)tile.row.get()[t * L + i] * table->gates;
     const bool on_gates = noisy(l, GATES), on_h = noisy(l, HIDDEN);
     if (on_gates || on_h) noise->draw(site_number, draw, t, tile.first);
     const vf amount = splat(sigma);
-    float* gate[4];
-    for (int g = 0; g < 4; g++) gate[g] = field(tile, l * BLOCK_FIELDS + GATE_I + g, t, d);
+    float* gates = field(tile, l * FIELDS + F_GATES, t, 4 * d);
 
     matrix<NV>(b.w_hh, 4 * d, d, h,
       [&](int first, auto& acc) {
@@ -102,8 +97,11 @@ template <int NV> struct Forward {
       },
       [&](int first, auto& acc) {
         constexpr int N = sizeof acc / sizeof acc[0];
-        if (on_gates)
-          UNROLL for (int o = 0; o < N; o++) { int unit = std::min((first + o) / 4, d - 1); UNROLL for (int v = 0; v < NV; v++) acc[o][v] += noise->at(o % 4 * d + unit, v, amount); }
+        UNROLL for (int o = 0; o < N; o++) {
+          const int row = o % 4 * d + std::min((first + o) / 4, d - 1);  // of the paper's [4d]
+          if (on_gates) UNROLL for (int v = 0; v < NV; v++) acc[o][v] += noise->at(row, v, amount);
+          if (gates && (first + o) / 4 < d) memcpy(gates + (size_t)row * L, acc[o], sizeof acc[o]);
+        }
         UNROLL for (int u = 0; u < N / 4; u++)
           UNROLL for (int v = 0; v < NV; v++) {
             const int unit = first / 4 + u, at = unit * NV + v;
@@ -111,12 +109,11 @@ template <int NV> struct Forward {
             if (on_h && unit < d) hv += noise->at(unit, v, amount);
             next[at] = hv;
             x[at] += hv;
-            if (unit < d) for (int g = 0; g < 4; g++) if (gate[g]) { vf a = g == 2 ? tanh_of(acc[4 * u + g][v]) : sigmoid(acc[4 * u + g][v]); memcpy(gate[g] + (size_t)at * W, &a, sizeof a); }
           }
       });
-    keep(field(tile, l * BLOCK_FIELDS + CELL, t, d), c, d);
-    keep(field(tile, l * BLOCK_FIELDS + STATE, t, d), next, d);
-    keep(field(tile, l * BLOCK_FIELDS + MIDDLE, t, d), x, d);
+    keep(field(tile, l * FIELDS + F_CELL, t, d), c, d);
+    keep(field(tile, l * FIELDS + F_HIDDEN, t, d), next, d);
+    keep(field(tile, l * FIELDS + F_MIDDLE, t, d), x, d);
   }
 
   // x += W_down · gelu(W_up · norm(x))
@@ -124,24 +121,24 @@ template <int NV> struct Forward {
     const Layers& b = m.blocks[l];
     const int d = s.d;
     normalise<NV>(x, b.gain2, d, n);
-    keep(field(tile, l * BLOCK_FIELDS + NORM2, t, d), n, d);
+    keep(field(tile, l * FIELDS + F_NORM2, t, d), n, d);
     const bool on_up = noisy(l, UP);
     if (on_up) noise->draw(site_number, draw, t, tile.first);
     const vf amount = splat(sigma);
-    float* pre = field(tile, l * BLOCK_FIELDS + PRE, t, 4 * d);
+    float* up = field(tile, l * FIELDS + F_UP, t, 4 * d);
     matrix<NV>(b.w_up, 4 * d, d, n, Zero(), [&](int first, auto& acc) {
       constexpr int N = sizeof acc / sizeof acc[0];
       if (on_up) UNROLL for (int o = 0; o < N; o++) { int k = std::min(first + o, 4 * d - 1); UNROLL for (int v = 0; v < NV; v++) acc[o][v] += noise->at(k, v, amount); }
       UNROLL for (int o = 0; o < N; o++) {
-        if (pre && first + o < 4 * d) memcpy(pre + (size_t)(first + o) * L, acc[o], sizeof acc[o]);
+        if (up && first + o < 4 * d) memcpy(up + (size_t)(first + o) * L, acc[o], sizeof acc[o]);
         UNROLL for (int v = 0; v < NV; v++) hid[(first + o) * NV + v] = gelu(acc[o][v]);
       }
     });
-    keep(field(tile, l * BLOCK_FIELDS + ACTIVE, t, 4 * d), hid, 4 * d);
+    keep(field(tile, l * FIELDS + F_ACTIVE, t, 4 * d), hid, 4 * d);
     matrix<NV>(b.w_down, d, 4 * d, hid,
       [&](int first, auto& acc) { memcpy(acc, x + (size_t)first * NV, sizeof acc); },
       [&](int first, auto& acc) { memcpy(x + (size_t)first * NV, acc, sizeof acc); });
-    keep(field(tile, l * BLOCK_FIELDS + OUT, t, d), x, d);
+    keep(field(tile, l * FIELDS + F_OUT, t, d), x, d);
   }
 
   // Σ 2^(z - shift) over the 256 scores z of each sequence, in units of log 2; shift is 0 unless a score is far from it.
@@ -185,7 +182,7 @@ template <int NV> struct Forward {
 
   void run(const Model& m, const Head& head, const Table* table, const Tile<NV>& tile, const Outputs& out) {
     memset((void*)state, 0, room);
-    const int start = site ? site->stage() : 0, last = s.D * BLOCK_FIELDS;
+    const int start = site ? site->stage() : 0, last = s.D * FIELDS;
     vf mantissa[NV];
     vi exponent[NV], broken[NV];
     double rest[L] = {};   // of the sum: shifts less own scores, in units of log 2
@@ -228,7 +225,7 @@ template <int NV> struct Forward {
   // A replay's residual stream at byte t: what the clean pass had there, and the noise of an MLP's output.
   void begin(const Tile<NV>& tile, int start, long t) {
     const int l = (start - 1) / 2;
-    recall(x, was(tile, l * BLOCK_FIELDS + (start % 2 ? MIDDLE : OUT), t), s.d);
+    recall(x, clean_at(tile, l * FIELDS + (start % 2 ? F_MIDDLE : F_OUT), t, s.d), s.d);
     if (!noisy(l, DOWN)) return;
     noise->draw(site_number, draw, t, tile.first);
     for (int k = 0; k < s.d; k++) for (int v = 0; v < NV; v++) x[k * NV + v] += noise->at(k, v, splat(sigma));
