@@ -47,18 +47,18 @@ def _cache()->Path:
     try: folder.mkdir(parents=True, exist_ok=True); tempfile.TemporaryFile(dir=folder).close(); return folder
     except OSError: return Path(tempfile.mkdtemp(prefix="soma-"))
 
-def build(source:str="expert")->Path:
-    "Compile csrc/<source>.cpp for this processor unless that was done before; the library's path. SomaError when it cannot be built."
+def build(*defines:str)->Path:
+    "Compile csrc/expert.cpp for this processor unless that was done before; the library's path. SomaError when it cannot be built."
     cxx, folder = _compiler(), Path(core.__file__).parent/"csrc"
-    files = sorted(folder.glob("*.h")) + [folder/f"{source}.cpp"]
-    name = "\n".join([*(f.read_text() for f in files), *cxx, _run([*cxx, "--version"]), *_FLAGS, _processor()])
-    path = _cache()/f"{source}-{hashlib.sha256(name.encode()).hexdigest()[:16]}.so"
+    files = sorted(folder.glob("*.h")) + [folder/"expert.cpp"]
+    name = "\n".join([*(f.read_text() for f in files), *cxx, _run([*cxx, "--version"]), *_FLAGS, *defines, _processor()])
+    path = _cache()/f"expert-{hashlib.sha256(name.encode()).hexdigest()[:16]}.so"
     if path.exists(): return path
     fd, part = tempfile.mkstemp(dir=path.parent, suffix=".part")
     os.close(fd)
     try:
         for i, native in enumerate(_NATIVE):
-            try: _run([*cxx, *_FLAGS, native, str(files[-1]), "-o", part]); break
+            try: _run([*cxx, *_FLAGS, *defines, native, str(files[-1]), "-o", part]); break
             except SomaError:
                 if i + 1 == len(_NATIVE): raise
         os.replace(part, path)
@@ -71,17 +71,17 @@ _CALLS = dict(soma_losses="iiipppll iuuuppl fpl pi", soma_combine="iii iuuuppl p
               soma_clean="iiipppll ppi", soma_site_losses="iiipppll pii uuu pl f pi", soma_site_sum="iii ll ii uuu pl ppi")
 
 @lru_cache(None)
-def library()->ctypes.CDLL:
+def library(*defines:str)->ctypes.CDLL:
     "The compiled kernel, loaded; a damaged file in the cache is built again."
-    path = build()
+    path = build(*defines)
     try: lib = ctypes.CDLL(str(path))
-    except OSError: path.unlink(missing_ok=True); lib = ctypes.CDLL(str(build()))
+    except OSError: path.unlink(missing_ok=True); lib = ctypes.CDLL(str(build(*defines)))
     for name, types in _CALLS.items(): getattr(lib, name).argtypes = [_C[t] for t in types.replace(" ", "")]
     return lib
 
-def _call(name:str, *arguments):
+def _call(lib, name:str, *arguments):
     "Run a kernel; tensors are passed by address and kept alive."
-    code = getattr(library(), name)(*(a.data_ptr() if isinstance(a, torch.Tensor) else a for a in arguments))
+    code = getattr(lib, name)(*(a.data_ptr() if isinstance(a, torch.Tensor) else a for a in arguments))
     if code: raise SomaError("out of memory in the CPU kernel; use fewer sequences at a time")
 
 # %% ../nbs/05_kernels.ipynb #b72f6b36
@@ -92,6 +92,7 @@ def _fast(theta:dict)->bool: return all(t.dtype == torch.float32 and t.device.ty
 class CpuObjective(ExpertObjective):
     "The paper's expert on windows of bytes uint8 [B, T+1], by the compiled kernel. Uses as many threads as torch."
     impl = "cpu"
+    _library = staticmethod(library)
 
     @property
     def _shape(self)->tuple: return self.cfg.d, self.cfg.D, self.cfg.d_E
@@ -107,7 +108,7 @@ class CpuObjective(ExpertObjective):
         for part in parts:
             part, out = part.contiguous(), torch.empty(len(moving), len(part), B, dtype=torch.float64)
             given = None if known else draw(self.layout, key, part, torch.float32).contiguous()
-            _call("soma_losses", *self._shape, flat, E, windows, B, width - 1, _FAMILIES.get(probes, 2), key.seed, key.step, STREAMS["probe"], part, given,
+            _call(self._library(), "soma_losses", *self._shape, flat, E, windows, B, width - 1, _FAMILIES.get(probes, 2), key.seed, key.step, STREAMS["probe"], part, given,
                   len(part), eps, moving, len(moving), out, torch.get_num_threads())
             found.append(out)
         rows = dict(zip(moving.tolist(), torch.cat(found, 1) / (width - 1)))
@@ -117,7 +118,7 @@ class CpuObjective(ExpertObjective):
         "As in `Objective`, to the last bit."
         if probes not in _FAMILIES or dtype != torch.float32 or directions.device.type != "cpu": return super().combine(coefficients, probes, key, directions, dtype)
         total = torch.empty(self.layout.M, dtype=torch.float64)
-        _call("soma_combine", *self._shape, _FAMILIES[probes], key.seed, key.step, STREAMS["probe"], directions.contiguous(), coefficients.double().cpu().contiguous(),
+        _call(self._library(), "soma_combine", *self._shape, _FAMILIES[probes], key.seed, key.step, STREAMS["probe"], directions.contiguous(), coefficients.double().cpu().contiguous(),
               len(directions), total, torch.get_num_threads())
         return total
 
@@ -127,7 +128,7 @@ class CpuObjective(ExpertObjective):
         pointers = [(ctypes.c_void_p * len(thetas))(*(t.data_ptr() for t in ts)) for ts in (flats, heads)]
         n, T, windows = len(windows), windows.shape[1] - 1, windows.contiguous()
         out = torch.empty(len(order), T, self.cfg.d_E) if hidden else torch.empty(len(order), T)
-        _call("soma_tokens", *self._shape, len(thetas), *pointers, windows, n, T, order, begin, *((None, out) if hidden else (out, None)), torch.get_num_threads())
+        _call(self._library(), "soma_tokens", *self._shape, len(thetas), *pointers, windows, n, T, order, begin, *((None, out) if hidden else (out, None)), torch.get_num_threads())
         return out
 
     def _one(self, theta, windows, hidden=False):
@@ -171,7 +172,7 @@ class CpuCleanPass(CleanPass):
         self.flat, self.E, self.losses = body_layout(self.cfg).flatten(self.theta), self.theta["E"].contiguous(), torch.empty(self.B, self.T)
         self.fields = {n: torch.zeros(sum(self.tiles) * self.T * K) for n, K in self._fields().items()}
         self.pointers = (ctypes.c_void_p * len(self.fields))(*(t.data_ptr() for t in self.fields.values()))
-        _call("soma_clean", *self._model(), self.pointers, self.losses, torch.get_num_threads())
+        _call(library(), "soma_clean", *self._model(), self.pointers, self.losses, torch.get_num_threads())
 
     def _model(self): return self.cfg.d, self.cfg.D, self.cfg.d_E, self.flat, self.E, self.windows, self.B, self.T
 
@@ -193,14 +194,14 @@ class CpuCleanPass(CleanPass):
         "As in `CleanPass`; with sigma 0, the clean losses bit for bit."
         number, K = self._site(site)
         out = torch.empty(len(draws), self.B, self.T)
-        _call("soma_site_losses", *self._model(), self.pointers, *self._noise(number, draws), sigma, out, torch.get_num_threads())
+        _call(library(), "soma_site_losses", *self._model(), self.pointers, *self._noise(number, draws), sigma, out, torch.get_num_threads())
         return out
 
     def site_sum(self, site, draws, rewards):
         "As in `CleanPass`, in float32."
         number, K = self._site(site)
         total = torch.zeros(sum(self.tiles) * self.T * K)
-        _call("soma_site_sum", self.cfg.d, self.cfg.D, self.cfg.d_E, self.B, self.T, *self._noise(number, draws), rewards.float().contiguous(), total, torch.get_num_threads())
+        _call(library(), "soma_site_sum", self.cfg.d, self.cfg.D, self.cfg.d_E, self.B, self.T, *self._noise(number, draws), rewards.float().contiguous(), total, torch.get_num_threads())
         return self._unpack(total, K)
 
 # %% ../nbs/05_kernels.ipynb #9fb02525

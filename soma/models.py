@@ -79,6 +79,12 @@ def _norm(x, gain):
     "Gain-only layer normalisation of x [C, B, T, d] by gain [C, d]."
     return F.layer_norm(x, x.shape[-1:]) * gain[:, None, None]
 
+def _cell(gates, c):
+    "h and c after one byte, from the gates [C, B, 4d] before their squashing."
+    i, f, g, o = gates.chunk(4, -1)
+    c = f.sigmoid() * c + i.sigmoid() * g.tanh()
+    return o.sigmoid() * c.tanh(), c
+
 def _lstm(x,      # [C, B, T, d]
           w_ih,   # [C, 4d, d]
           w_hh,   # [C, 4d, d]
@@ -88,9 +94,8 @@ def _lstm(x,      # [C, B, T, d]
     "Hidden outputs [C, B, T, d] and the state after the last byte."
     (h, c), outputs, recurrent = state, [], w_hh.transpose(1, 2)
     for t, from_input in enumerate(_times(x, w_ih).unbind(2)):
-        i, f, g, o = at("gates", torch.baddbmm(from_input, h, recurrent), t).chunk(4, -1)
-        c = at("cell", f.sigmoid() * c + i.sigmoid() * g.tanh(), t)
-        h = at("hidden", o.sigmoid() * c.tanh(), t)
+        h, c = _cell(at("gates", torch.baddbmm(from_input, h, recurrent), t), c)
+        h, c = at("hidden", h, t), at("cell", c, t)
         outputs.append(h)
     return torch.stack(outputs, 2), (h, c)
 

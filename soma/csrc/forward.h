@@ -1,6 +1,9 @@
 // One model over every byte of one tile of sequences: the plain forward, the forward that remembers, and the replay from a perturbed site.
 #pragma once
 #include "noise.h"
+#ifndef TABLE
+#define TABLE 1  // 0: multiply out the first layer's input projection at every byte, to see what the table saves
+#endif
 
 // What a clean pass may keep, each [T][width][lanes] of a tile, tiles one after another. Fields of block l begin at l · FIELDS; two more are the model's.
 enum Field { F_NORM1, F_GATES, F_CELL, F_HIDDEN, F_MIDDLE, F_NORM2, F_UP, F_ACTIVE, F_OUT, FIELDS };
@@ -70,7 +73,7 @@ template <int NV> struct Forward {
     const Layers& b = m.blocks[l];
     const int d = s.d;
     vf *h = state + (2 * l + t % 2) * (size_t)wide * NV, *next = state + (2 * l + 1 - t % 2) * (size_t)wide * NV, *c = cells + (size_t)l * wide * NV;
-    const bool read_norm = l > 0 || field(tile, F_NORM1, t, d);
+    const bool read_norm = l > 0 || !TABLE || field(tile, F_NORM1, t, d);
     if (read_norm) normalise<NV>(x, b.gain1, d, n);
     keep(field(tile, l * FIELDS + F_NORM1, t, d), n, d);
     const float* from[L];
@@ -83,7 +86,7 @@ template <int NV> struct Forward {
     matrix<NV>(b.w_hh, 4 * d, d, h,
       [&](int first, auto& acc) {
         constexpr int N = sizeof acc / sizeof acc[0];
-        if (l == 0) {
+        if (TABLE && l == 0) {
           UNROLL for (int v = 0; v < NV; v++)
             UNROLL for (int o = 0; o < N; o += 4) {
               vf four[4];
