@@ -133,7 +133,7 @@ def philox(c0, c1, c2, c3,  # counter words: ints, or int64 tensors that broadca
     return c0, c1, c2, c3
 
 # %% ../nbs/00_core.ipynb #43474cef
-STREAMS = dict(probe=0, gaussian=1, batch=2, window=3, init=4, sample=5, site=6)  # counter word 3: what a number is for
+STREAMS = dict(probe=0, gaussian=1, batch=2, window=3, init=4, sample=5, site=6, lowrank=7)  # counter word 3: what a number is for
 
 def box_muller(words:tuple)->torch.Tensor:
     "Four standard normals from each four 32-bit words: float64 [..., 4]."

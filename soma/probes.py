@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['PROBES', 'NOISES', 'Layout', 'layout_of', 'rademacher', 'sparse_rademacher', 'gaussian', 'probe_family', 'activity',
-           'weighted_sum', 'site_noise']
+           'rank1_factors', 'rank1', 'weighted_sum', 'site_noise']
 
 # %% ../nbs/03_probes.ipynb #6441cf85
 from dataclasses import dataclass
@@ -88,6 +88,38 @@ def activity(name:str, layout:Layout)->torch.Tensor:
     return torch.ones(layout.M, dtype=torch.float64)
 
 # %% ../nbs/03_probes.ipynb #7da82294
+def rank1_factors(layout:Layout,
+                  key:Key,
+                  directions:torch.Tensor,  # int64 [P]
+                  dtype=torch.float32,
+                 )->dict:
+    "What rank-one probes are made of: name -> (A [P, a], B [P, b]) for a matrix (a, b), name -> z [P, n] for a vector."
+    sizes = [(s[0], prod(s[1:])) if len(s) > 1 else (prod(s),) for s in layout.shapes]
+    numbers = sum(map(sum, sizes))
+    blocks = torch.arange(-(-numbers // 4), device=directions.device)
+    drawn = key.normal("lowrank", blocks, directions[:, None]).flatten(1)[:, :numbers].to(dtype)
+    parts = iter(drawn.split([n for size in sizes for n in size], -1))
+    return {name: (next(parts), next(parts)) if len(size) > 1 else next(parts) for name, size in zip(layout.names, sizes)}
+
+def rank1(layout, key, directions, dtype=torch.float32)->torch.Tensor:
+    "EGGROLL's probes written out, A·Bᵀ at matrices and standard normal at vectors: [P, M]. The reference: who is in a hurry uses the factors."
+    factors = rank1_factors(layout, key, directions, dtype).values()
+    return torch.cat([(f[0][:, :, None] * f[1][:, None]).flatten(1) if isinstance(f, tuple) else f for f in factors], -1)
+
+PROBES["rank1"] = rank1
+
+# %% ../nbs/03_probes.ipynb #36277ebf
+_TOGETHER = 64  # rank-one directions in one product, always: part of what fixes the bits
+
+def _rank1_sum(layout, key, directions, coefficients, dtype)->torch.Tensor:
+    total = torch.zeros(layout.M, dtype=torch.float64, device=directions.device)
+    views = layout.unflatten(total)
+    for part, c in zip(directions.split(_TOGETHER), coefficients.double().to(directions.device)[:, None].split(_TOGETHER)):
+        for name, f in rank1_factors(layout, key, part, dtype).items():
+            left, right = (f[0].double() * c, f[1]) if isinstance(f, tuple) else (c, f)
+            views[name].view(left.shape[1], -1).addmm_(left.T, right.double())
+    return total
+
 def weighted_sum(layout:Layout,
                  probes:str,                 # name of the family
                  key:Key,
@@ -96,13 +128,14 @@ def weighted_sum(layout:Layout,
                  dtype=torch.float32,        # the precision in which the directions perturbed theta
                  chunk:int=16,               # directions drawn at a time; changes memory, not the result
                 )->torch.Tensor:
-    "float64 [M]: Σ_j c_j z_j, added in the order of `directions`."
+    "float64 [M]: Σ_j c_j z_j, added in the order of `directions`; of rank-one probes products of 64 directions are."
+    if probes == "rank1": return _rank1_sum(layout, key, directions, coefficients, dtype)
     draw, total = probe_family(probes), torch.zeros(layout.M, dtype=torch.float64, device=directions.device)
     for part, weights in zip(directions.split(chunk), coefficients.double().cpu().split(chunk)):
         for z, c in zip(draw(layout, key, part, dtype), weights.tolist()): total.add_(z.double().mul_(c))
     return total
 
-# %% ../nbs/03_probes.ipynb #e4d3c403
+# %% ../nbs/03_probes.ipynb #3765fdf0
 NOISES = ("rademacher", "gaussian")  # of activations
 
 def site_noise(noise:str,           # a name in NOISES

@@ -23,12 +23,18 @@ def philox(counter, key)->np.ndarray:
         k = [(k[0] + 0x9E3779B9) % 2**32, (k[1] + 0xBB67AE85) % 2**32]
     return np.stack(np.broadcast_arrays(*c))
 
+def normals(n, direction, stream, key)->np.ndarray:
+    "Box–Muller, four numbers a block: float64 [n]."
+    w = (philox([np.arange(-(-n // 4)), direction, 0, stream], key).T + 0.5) / 2**32
+    r, angle = np.sqrt(-2 * np.log(w[:, ::2])), 2 * np.pi * w[:, 1::2]
+    return np.concatenate([r * np.cos(angle), r * np.sin(angle)], 1).ravel()[:n]
+
 def numpy_probe(name, M, gains, key, direction)->np.ndarray:
     "One direction, float64 [M]: counter (block, direction, 0, stream), key (seed, step)."
-    if name == "gaussian":   # four coordinates a block
-        w = (philox([np.arange(-(-M // 4)), direction, 0, 1], key).T + 0.5) / 2**32
-        r, angle = np.sqrt(-2 * np.log(w[:, ::2])), 2 * np.pi * w[:, 1::2]
-        return np.concatenate([r * np.cos(angle), r * np.sin(angle)], 1).ravel()[:M]
+    if name == "rank1":   # the numbers of one row after another: 7 and 9 of the first matrix, 70 gains, 11 and 13 of the second
+        x = np.split(normals(110, direction, 7, key), [7, 16, 86, 97])
+        return np.concatenate([np.outer(x[0], x[1]).ravel(), x[2], np.outer(x[3], x[4]).ravel()])
+    if name == "gaussian": return normals(M, direction, 1, key)
     w = philox([np.arange(-(-M // 64)), direction, 0, 0], key)   # 64 coordinates a block: words 0, 1 the signs, words 2, 3 who is active
     bits = [((w[i:i+2].T[:, :, None] >> np.arange(32, dtype=np.uint64)) & np.uint64(1)).ravel()[:M].astype(float) for i in (0, 2)]
     return (2*bits[0] - 1) * (np.maximum(bits[1], gains) if name == "sparse_rademacher" else 1)
@@ -49,8 +55,10 @@ def test_probes_are_the_specified_ones(name, key):
     directions = [5, 0, 2**20, 3]
     z = PROBES[name](LAYOUT, key, torch.tensor(directions), torch.float64)
     expected = np.stack([numpy_probe(name, LAYOUT.M, GAINS, (key.seed, key.step), j) for j in directions])
-    assert np.abs(z.numpy() - expected).max() <= (1e-13 if name == "gaussian" else 0)   # logarithm and cosine may differ in the last bit
-    assert np.array_equal(PROBES[name](LAYOUT, key, torch.tensor(directions)).numpy(), z.numpy().astype(np.float32))
+    assert np.abs(z.numpy() - expected).max() <= (1e-13 if name in ("gaussian", "rank1") else 0)   # logarithm and cosine may differ in the last bit
+    single = PROBES[name](LAYOUT, key, torch.tensor(directions)).numpy()
+    if name == "rank1": assert single.dtype == np.float32 and np.allclose(single, expected, rtol=3e-7, atol=0)   # the product of two factors that were rounded first
+    else: assert np.array_equal(single, z.numpy().astype(np.float32))
 
 @pytest.mark.parametrize("name", PROBES)
 def test_probes_replay_in_any_order(name):
@@ -60,6 +68,7 @@ def test_probes_replay_in_any_order(name):
     assert torch.equal(PROBES[name](LAYOUT, key, order), z[order])
     for chunk in (1, 7, 49): assert torch.equal(torch.cat([PROBES[name](LAYOUT, key, part) for part in all_of_them.split(chunk)]), z)
     longer = Layout(("x",), ((LAYOUT.M + 1000,),))   # what comes after a coordinate does not change it; only being a gain does
+    if name == "rank1": longer = Layout((*LAYOUT.names, "x"), (*LAYOUT.shapes, (40, 25)))   # and, of a rank-one probe, the shapes of what comes before
     kept = torch.tensor(GAINS) if name == "sparse_rademacher" else torch.zeros(LAYOUT.M, dtype=torch.bool)
     assert torch.equal(PROBES[name](longer, key, all_of_them)[:, :LAYOUT.M][:, ~kept], z[:, ~kept])
     others = [PROBES[name](LAYOUT, k, all_of_them) for k in (Key(3, 5), Key(4, 4))]
@@ -114,15 +123,20 @@ def test_mean_over_all_probes(monkeypatch, name, A):
     if A == 3:   # one batch alone has another gradient: the average over batches is part of the law
         assert not torch.allclose(SMALL.flatten(estimate.grad), activity(name, SMALL) * gradient(THETA, batches[:1]), rtol=0.05)
 
-def test_mean_of_gaussian_probes():
+@pytest.mark.parametrize("name", ["gaussian", "rank1"])
+def test_mean_of_normal_probes(name):
     "Monte Carlo: within four standard errors in every coordinate, and these are as large as the theory says."
     loss, gradient = quadratic(SMALL, 1)
     batches, n = batches_of(SMALL, 2, 2, 2), 200
-    runs = torch.stack([SMALL.flatten(spsa(Objective(SMALL, loss, chunk=100), THETA, batches, Key(9, step), 0.3, 50, "gaussian").grad) for step in range(n)])
+    runs = torch.stack([SMALL.flatten(spsa(Objective(SMALL, loss, chunk=100), THETA, batches, Key(9, step), 0.3, 50, name).grad) for step in range(n)])
     g, each = gradient(THETA, batches), torch.stack([gradient(THETA, [b]) for b in batches])
     error, standard = runs.mean(0) - g, runs.std(0) / math.sqrt(n)
     assert (error.abs() < 4 * standard).all() and (standard < 0.02 * g.norm()).all()
-    predicted = ((each**2).sum(1, keepdim=True) + each**2).sum(0) / (50 * 4)   # per coordinate, |g|² + g_i² for a gaussian direction; 50 of each batch, and two batches
+    def noise(g):   # of one direction: |g|² + g_i² for a normal coordinate; for one of a rank-one matrix more of its own row and column
+        G, own = g[2:].view(2, 2)**2, g**2
+        if name == "rank1": own = torch.cat([own[:2], (2*G.sum(1, keepdim=True) + 2*G.sum(0) + 3*G).flatten()])
+        return (g**2).sum() + own
+    predicted = sum(noise(g) for g in each) / (50 * 4)   # 50 directions of each batch, and two batches
     assert torch.allclose(runs.var(0), predicted, rtol=0.35)
 
 @pytest.mark.parametrize("name", ["rademacher", "sparse_rademacher"])
@@ -141,7 +155,7 @@ def test_mean_of_the_summed_loss(monkeypatch, name):
     one, own = spsa_summed([Objective(layout, lossA)], thetas[:1], batches[:1], [Key(0)], 0.3, 5, "listed")[0], spsa(Objective(layout, lossA), thetas[0], batches[0], Key(0), 0.3, 5, "listed")
     assert torch.equal(one.grad["w"], own.grad["w"]) and not torch.allclose(few[0].grad["w"], own.grad["w"], rtol=0.01)   # alone, the sum is one's own
 
-def test_every_family_has_its_law(): assert set(PROBES) == {"rademacher", "sparse_rademacher", "gaussian"}   # a new one needs a test above
+def test_every_family_has_its_law(): assert set(PROBES) == {"rademacher", "sparse_rademacher", "gaussian", "rank1"}   # a new one needs a test above
 
 # ---- the expert against a single model written independently
 

@@ -81,7 +81,9 @@ def test_weighted_sum(probes):
     z = torch.stack([probe_family(probes)(layout, Key(1, 5), j[None])[0] for j in directions]).double()
     total = torch.zeros(layout.M, dtype=torch.float64)
     for row, weight in zip(z, c): total = total + row * weight   # in the order of directions, each product rounded, then each sum
-    assert torch.equal(found, total) and found.std() > 0.5
+    assert found.std() > 0.5
+    if probes == "rank1": assert torch.allclose(found, total, rtol=1e-5, atol=1e-6)   # one product instead of five outer ones, which were rounded to float32
+    else: assert torch.equal(found, total)
 
 @pytest.mark.parametrize("size", ["d = 181", "d = 7"])
 def test_an_update(size):
