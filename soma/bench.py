@@ -4,11 +4,12 @@
 
 # %% auto #0
 __all__ = ['RUNGS', 'CASES', 'OrdinaryExpert', 'MezoObjective', 'VmapObjective', 'CompiledObjective', 'NoTableObjective', 'check',
-           'Case', 'time_case', 'time_noise', 'accuracy']
+           'Case', 'time_case', 'time_noise', 'accuracy', 'summarise', 'draw_bench', 'full_update', 'spsa_pair',
+           'bench']
 
 # %% ../nbs/05a_bench.ipynb #67d33883
-import statistics, time
-from dataclasses import dataclass
+import io, os, time
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 
@@ -20,7 +21,7 @@ from matplotlib.figure import Figure
 from torch import nn
 
 import soma.models as models
-from .core import COLORS, Key, ModelConfig, SomaError, TrainConfig, atomic_write, make_dir, plot_style, provenance, write_json
+from .core import COLORS, Key, ModelConfig, SomaError, atomic_write, make_dir, plot_style, provenance, write_json
 from .kernels import CpuObjective, library
 from .models import ExpertObjective, init_params, ops_per_token, ordered_sum
 from .probes import probe_family
@@ -194,7 +195,7 @@ def time_noise(case:Case)->list:
     torch.set_num_threads(case.threads)
     try:
         for f in tasks.values(): f()
-        return [dict(case=case.label, d=case.d, threads=case.threads, method=name, rep=rep, seconds=s, operations=case.P*case.B*case.T*ops_per_token(cfg))
+        return [dict(case=f"{case.label}, noise at a site", d=case.d, threads=case.threads, method=name, rep=rep, seconds=s, operations=case.P*case.B*case.T*ops_per_token(cfg))
                 for rep in range(case.reps) for name, f in tasks.items() for s in [_seconds(f)]]
     finally: torch.set_num_threads(before)
 
@@ -207,3 +208,87 @@ def accuracy(cfg:ModelConfig, B:int=64, T:int=256, P:int=4)->dict:
     exact = mean(ExpertObjective(cfg).losses({n: t.double() for n, t in theta.items()}, **ask))
     found = {o.impl: mean(o.losses(theta, **ask)) for o in (CpuObjective(cfg), ExpertObjective(cfg))}
     return {impl: dict(loss=(m - exact).abs().max().item(), difference=((m[0] - m[1]) - (exact[0] - exact[1])).abs().max().item()) for impl, m in found.items()}
+
+# %% ../nbs/05a_bench.ipynb #46041c3f
+_COLUMNS = "artifact preset run_id method N n_pert B seed step metric value unit device".split()
+
+def summarise(rows:list)->pd.DataFrame:
+    "Median, quartiles and ratios of `time_case` and `time_noise` rows: one line a case and method."
+    t, out = pd.DataFrame(rows), []
+    t["rate"] = t.operations / t.seconds
+    for (case, method), g in t.groupby(["case", "method"], sort=False):
+        line = dict(case=case, method=method, threads=g.threads.iloc[0], d=g.d.iloc[0], rate=g.rate.median(), low=g.rate.quantile(.25), high=g.rate.quantile(.75))
+        for other in ("sgemm", "no noise", "loop, in place", "vmap", "torch.compile"):
+            base = t[(t.case == case) & (t.method == other)].set_index("rep").rate
+            if len(base): line[f"over {other}"] = (g.set_index("rep").rate / base).median()
+        out.append(line)
+    return pd.DataFrame(out)
+
+def _tidy(summary:pd.DataFrame, preset:str, accuracies:dict, update:float|None)->pd.DataFrame:
+    "The summary in the one shape of soma's tables."
+    rows, base = [], dict(artifact="bench", preset=preset, device="cpu")
+    for line in summary.to_dict("records"):
+        for metric, value in line.items():
+            if metric in ("case", "method", "threads", "d") or pd.isna(value): continue
+            rows.append(base | dict(run_id=line["case"], method=line["method"], metric=metric, value=value, unit="operations/s" if metric in ("rate", "low", "high") else "ratio"))
+    for impl, errors in accuracies.items(): rows += [base | dict(run_id="16,384 bytes", method=impl, metric=f"error of the {what}", value=e, unit="nats/byte") for what, e in errors.items()]
+    if update is not None: rows.append(base | dict(run_id="P=B=64, T=1024, d=32", method="cpu", n_pert=64, B=64, metric="one update", value=update, unit="s"))
+    return pd.DataFrame(rows).reindex(columns=_COLUMNS)
+
+def draw_bench(table:pd.DataFrame)->Figure:
+    "Rates against the machine's matrix product, one panel of rungs and one of widths."
+    rate = table[table.metric == "rate"]
+    ladder = max((g for _, g in rate.groupby("run_id", sort=False) if "sgemm" in set(g.method)), key=len)
+    low, high = (table[(table.metric == m) & (table.run_id == ladder.run_id.iloc[0])].set_index("method").value.astype(float) for m in ("low", "high"))
+    over = table[(table.metric == "over sgemm") & (table.method == "cpu")]
+    with plt.rc_context(plot_style()):
+        fig, (left, right) = plt.subplots(1, 2, figsize=(9.2, 3.2), width_ratios=(3, 2), layout="constrained")
+        bars = ladder[ladder.method != "sgemm"]
+        x = bars.value.astype(float).values / 1e9
+        left.barh(range(len(x)), x, color=[COLORS[1] if m == "cpu" else COLORS[0] for m in bars.method], height=0.6,
+                  xerr=[x - low[bars.method].values / 1e9, high[bars.method].values / 1e9 - x], error_kw=dict(lw=1))
+        for i, v in enumerate(x): left.text(v, i + 0.42, f"{v:.1f}", fontsize=8)
+        left.axvline(ladder[ladder.method == "sgemm"].value.astype(float).item() / 1e9, color="k", lw=1, ls="--", label="matrix product, same threads")
+        left.set(yticks=range(len(x)), yticklabels=bars.method, xlabel="billion operations a second", title=f"The same losses, {ladder.run_id.iloc[0]}")
+        left.grid(axis="y", visible=False); left.invert_yaxis(); left.legend(fontsize=8)
+        right.bar(range(len(over)), over.value.astype(float), color=COLORS[1], width=0.6)
+        right.axhline(1, color="k", lw=1, ls="--")
+        right.set(xticks=range(len(over)), xticklabels=[r.replace(", ", "\n") for r in over.run_id], title="Compiled kernel over matrix product")
+        right.tick_params(axis="x", labelsize=6)
+        right.grid(axis="x", visible=False)
+    return fig
+
+def full_update(threads:int)->float:
+    "Seconds of one update of one d = 32 expert at the paper's size: P = B = 64, T = 1,024, losses and gradient."
+    cfg, windows = ModelConfig(), _text(64, 1024)
+    theta, objective, before = init_params(cfg, 1), CpuObjective(cfg), torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try: return _seconds(lambda: spsa_pair(objective, theta, windows))
+    finally: torch.set_num_threads(before)
+
+def spsa_pair(objective, theta, windows):
+    "The two calls of an update: losses at both signs of 64 directions, and their weighted sum."
+    directions = torch.arange(64)
+    up, down = objective.losses(theta, "sparse_rademacher", Key(1), directions, 1e-3, windows).mean(-1)
+    return objective.combine((up - down) / 2e-3, "sparse_rademacher", Key(1), directions)
+
+def bench(out="figures",   # folder of bench.csv, bench.svg, bench.json
+          preset:str="small", report=print)->pd.DataFrame:
+    "Check, time, summarise and write; the table."
+    if preset not in CASES: raise SomaError(f"--preset {preset}: unknown; choose one of {', '.join(CASES)}")
+    library()   # a clear error now where there is no compiler
+    out, rows = make_dir(out), []
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    for case in CASES[preset]:
+        rows += time_case(replace(case, threads=min(case.threads, cores)))
+        report(summarise(rows).tail(1 + len(case.rungs)).to_string(index=False, header=case is CASES[preset][0]))
+    rows += time_noise(replace(CASES[preset][0], threads=min(2, cores)))
+    small = preset == "smoke"
+    table = _tidy(summarise(rows), preset, accuracy(ModelConfig(8, 2, 8), 16, 16, 2) if small else accuracy(ModelConfig()), None if small else full_update(cores))
+    figure, picture = draw_bench(table), io.BytesIO()
+    with plt.rc_context(plot_style()): figure.savefig(picture, format="svg", metadata=dict(Date=None))
+    plt.close(figure)
+    atomic_write(out/"bench.csv", table.to_csv(index=False, lineterminator="\n"))
+    atomic_write(out/"bench.svg", picture.getvalue())
+    write_json(out/"bench.json", provenance(command_line=f"soma bench --preset {preset}"))
+    return table

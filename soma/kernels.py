@@ -67,7 +67,7 @@ def build(*defines:str)->Path:
 
 # %% ../nbs/05_kernels.ipynb #4775aeb2
 _C = dict(i=ctypes.c_int, u=ctypes.c_uint32, l=ctypes.c_long, f=ctypes.c_float, p=ctypes.c_void_p)
-_CALLS = dict(soma_losses="iiipppll iuuuppl fpl pi", soma_combine="iii iuuuppl pi", soma_tokens="iii lppp ll pp ppi",
+_CALLS = dict(soma_tiles="lp", soma_losses="iiipppll iuuuppl fpl pi", soma_combine="iii iuuuppl pi", soma_tokens="iii lppp ll pp ppi",
               soma_clean="iiipppll ppi", soma_site_losses="iiipppll pii uuu pl f pi", soma_site_sum="iii ll ii uuu pl ppi")
 
 @lru_cache(None)
@@ -166,9 +166,8 @@ class CpuCleanPass(CleanPass):
 
     def run(self):
         "Fill `losses` [B, T]; `activations` are unpacked when asked for."
-        lanes, self.windows = library().soma_lanes(), self.windows.contiguous()
-        pairs = self.B // (2*lanes) + (self.B % (2*lanes) > lanes)
-        self.tiles = [2*lanes] * pairs + [lanes] * (2*lanes * pairs < self.B)   # sequences of each tile, as in csrc/expert.cpp
+        self.windows, room = self.windows.contiguous(), torch.zeros(self.B, dtype=torch.int64)
+        self.tiles = room[:library().soma_tiles(self.B, room.data_ptr())].tolist()   # sequences that fit into each tile
         self.flat, self.E, self.losses = body_layout(self.cfg).flatten(self.theta), self.theta["E"].contiguous(), torch.empty(self.B, self.T)
         self.fields = {n: torch.zeros(sum(self.tiles) * self.T * K) for n, K in self._fields().items()}
         self.pointers = (ctypes.c_void_p * len(self.fields))(*(t.data_ptr() for t in self.fields.values()))

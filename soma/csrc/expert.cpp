@@ -24,17 +24,18 @@ void parallel(long jobs, int threads, const std::function<void(long)>& fn) {
   if (failed) throw std::bad_alloc();
 }
 
-// Sequences in tiles: pairs of vectors as long as more than one vector's worth is left, a single vector for the rest.
+// Sequences in tiles as wide as there are sequences for; the last ones in the narrowest tile that holds them.
 struct Tiles {
-  long count, wide, narrow;
-  explicit Tiles(long n) : count(n) {
-    wide = n / (2 * W) + (n % (2 * W) > W ? 1 : 0);
-    narrow = wide * 2 * W < n ? 1 : 0;
+  long wide, rest;  // tiles of WIDEST vectors, and sequences after them
+  explicit Tiles(long n) : wide(n / (WIDEST * W)), rest(n % (WIDEST * W)) {
+    if (rest > WIDEST / 2 * W) wide++, rest = 0;
   }
-  long all() const { return wide + narrow; }
-  template <class F> void run(long i, F f) const {  // f(vectors, first sequence): vectors is a type that carries 1 or 2
-    if (i < wide) f(std::integral_constant<int, 2>(), i * 2 * W);
-    else f(std::integral_constant<int, 1>(), wide * 2 * W);
+  long all() const { return wide + (rest > 0); }
+  template <class F> void run(long i, F f) const {  // f(vectors, first sequence): vectors is a type that carries a number
+    const long first = i * WIDEST * W;
+    if (i < wide) f(std::integral_constant<int, WIDEST>(), first);
+    else if (WIDEST > 2 && rest > W) f(std::integral_constant<int, 2>(), first);
+    else f(std::integral_constant<int, 1>(), first);
   }
   template <class F> void each(int threads, long repeats, F f) const {  // f(vectors, first sequence, repeat) for all of them
     parallel(repeats * all(), threads, [&](long job) { run(job % all(), [&](auto nv, long first) { f(nv, first, job / all()); }); });
@@ -93,7 +94,12 @@ template <class F> int guarded(F f) {
 
 extern "C" {
 
-int soma_lanes() { return W; }
+// How many sequences' worth of room each tile of B sequences takes; the number of tiles.
+long soma_tiles(long B, int64_t* room) {
+  const Tiles tiles(B);
+  for (long i = 0; i < tiles.all(); i++) tiles.run(i, [&](auto nv, long) { room[i] = decltype(nv)::value * W; });
+  return tiles.all();
+}
 
 // losses [S][P][B]: nats of each sequence, added over its T bytes, at theta + sign·eps·z.
 int soma_losses(int d, int D, int dE, const float* theta, const float* E, const uint8_t* windows, long B, long T, int family, uint32_t seed, uint32_t step,

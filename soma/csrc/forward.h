@@ -84,7 +84,7 @@ template <int NV> struct Forward {
     float* gates = field(tile, l * FIELDS + F_GATES, t, 4 * d);
 
     matrix<NV>(b.w_hh, 4 * d, d, h,
-      [&](int first, auto& acc) {
+      [&](int first, auto& acc) INLINED {
         constexpr int N = sizeof acc / sizeof acc[0];
         if (TABLE && l == 0) {
           UNROLL for (int v = 0; v < NV; v++)
@@ -98,7 +98,7 @@ template <int NV> struct Forward {
           multiply_add<N / GO, NV>(acc, b.w_ih + (size_t)first * d, d, n);
         }
       },
-      [&](int first, auto& acc) {
+      [&](int first, auto& acc) INLINED {
         constexpr int N = sizeof acc / sizeof acc[0];
         UNROLL for (int o = 0; o < N; o++) {
           const int row = o % 4 * d + std::min((first + o) / 4, d - 1);  // of the paper's [4d]
@@ -129,7 +129,7 @@ template <int NV> struct Forward {
     if (on_up) noise->draw(site_number, draw, t, tile.first);
     const vf amount = splat(sigma);
     float* up = field(tile, l * FIELDS + F_UP, t, 4 * d);
-    matrix<NV>(b.w_up, 4 * d, d, n, Zero(), [&](int first, auto& acc) {
+    matrix<NV>(b.w_up, 4 * d, d, n, Zero(), [&](int first, auto& acc) INLINED {
       constexpr int N = sizeof acc / sizeof acc[0];
       if (on_up) UNROLL for (int o = 0; o < N; o++) { int k = std::min(first + o, 4 * d - 1); UNROLL for (int v = 0; v < NV; v++) acc[o][v] += noise->at(k, v, amount); }
       UNROLL for (int o = 0; o < N; o++) {
@@ -139,33 +139,32 @@ template <int NV> struct Forward {
     });
     keep(field(tile, l * FIELDS + F_ACTIVE, t, 4 * d), hid, 4 * d);
     matrix<NV>(b.w_down, d, 4 * d, hid,
-      [&](int first, auto& acc) { memcpy(acc, x + (size_t)first * NV, sizeof acc); },
-      [&](int first, auto& acc) { memcpy(x + (size_t)first * NV, acc, sizeof acc); });
+      [&](int first, auto& acc) INLINED { memcpy(acc, x + (size_t)first * NV, sizeof acc); },
+      [&](int first, auto& acc) INLINED { memcpy(x + (size_t)first * NV, acc, sizeof acc); });
     keep(field(tile, l * FIELDS + F_OUT, t, d), x, d);
   }
 
-  // Σ 2^(z - shift) over the 256 scores z of each sequence, in units of log 2; shift is 0 unless a score is far from it.
+  // Σ 2^(z - shift) over the 256 scores z of each sequence, in units of log 2; shift is 0 unless the largest score is far from it.
   void partition(const Head& head, vf (&sum)[NV], vf (&shift)[NV]) {
-    vf top[NV];
-    for (int v = 0; v < NV; v++) sum[v] = shift[v] = vf{}, top[v] = splat(-1e30f);
-    auto add = [&](int, auto& acc) {
-      constexpr int N = sizeof acc / sizeof acc[0];
-      UNROLL for (int v = 0; v < NV; v++) {
-        vf part = vf{};
-        UNROLL for (int o = 0; o < N; o++) {
-          vf z = acc[o][v] - shift[v];
-          top[v] = larger(z, top[v]);
-          part += exp2_of(at_least(z, -126.0f));
-        }
-        sum[v] += part;
-      }
-    };
-    matrix<NV>(head.packed.get(), V, s.dE, read, Zero(), add);
+    for (int v = 0; v < NV; v++) sum[v] = shift[v] = vf{};
+    matrix<NV>(head.packed.get(), V, s.dE, read, Zero(), [&](int, auto& acc) INLINED { add_powers(acc, sum); });
     bool far = false;
-    for (int v = 0; v < NV; v++) far |= any((vi)(top[v] > 115.0f) | (vi)(top[v] < -100.0f));
+    for (int v = 0; v < NV; v++) far |= any(~((vi)(sum[v] < 0x1p100f) & (vi)(sum[v] > 0x1p-80f)));
     if (!far) return;
-    for (int v = 0; v < NV; v++) sum[v] = vf{}, shift[v] = top[v];
-    matrix<NV>(head.packed.get(), V, s.dE, read, Zero(), add);
+    for (int v = 0; v < NV; v++) sum[v] = vf{}, shift[v] = splat(-3e38f);
+    matrix<NV>(head.packed.get(), V, s.dE, read, Zero(), [&](int, auto& acc) INLINED { for (auto& z : acc) for (int v = 0; v < NV; v++) shift[v] = larger(z[v], shift[v]); });
+    matrix<NV>(head.packed.get(), V, s.dE, read, Zero(), [&](int, auto& acc) INLINED {
+      for (auto& z : acc) for (int v = 0; v < NV; v++) z[v] -= shift[v];
+      add_powers(acc, sum);
+    });
+  }
+  template <class A> static void INLINED add_powers(A& acc, vf (&sum)[NV]) {
+    constexpr int N = sizeof acc / sizeof acc[0];
+    UNROLL for (int v = 0; v < NV; v++) {
+      vf part = vf{};
+      UNROLL for (int o = 0; o < N; o++) part += exp2_of(within(acc[o][v], 115.0f), 1.0f);
+      sum[v] += part;
+    }
   }
 
   // The score of each sequence's own next byte, in units of log 2.
@@ -189,6 +188,7 @@ template <int NV> struct Forward {
     vf mantissa[NV];
     vi exponent[NV], broken[NV];
     double rest[L] = {};   // of the sum: shifts less own scores, in units of log 2
+    const double poison = m.finite && head.finite ? 0.0 : NAN;
     for (int v = 0; v < NV; v++) mantissa[v] = splat(1.0f), exponent[v] = broken[v] = vi{};
     for (long t = 0; t < tile.T; t++) {
       if (start == 0) embed(*table, tile.row.get() + t * L);
@@ -199,7 +199,7 @@ template <int NV> struct Forward {
       }
       normalise<NV>(x, m.gain, s.d, s.projected() ? n : read);
       keep(field(tile, last, t, s.d), s.projected() ? n : read, s.d);
-      if (s.projected()) matrix<NV>(m.proj_out, s.dE, s.d, n, Zero(), [&](int first, auto& acc) { memcpy(read + (size_t)first * NV, acc, sizeof acc); });
+      if (s.projected()) matrix<NV>(m.proj_out, s.dE, s.d, n, Zero(), [&](int first, auto& acc) INLINED { memcpy(read + (size_t)first * NV, acc, sizeof acc); });
       keep(field(tile, last + 1, t, s.dE), read, s.dE);
       if (out.hidden) show(out.hidden, tile, t);
       if (!out.sum && !out.token) continue;
@@ -208,7 +208,7 @@ template <int NV> struct Forward {
       own_score(head, tile.target.get() + t * L, score);
       float total[L], minus[L], own[L];
       memcpy(total, sum, sizeof total), memcpy(minus, shift, sizeof minus), memcpy(own, score, sizeof own);
-      if (out.token) for (int b = 0; b < tile.used; b++) out.token[(size_t)b * tile.T + t] = (float)(LN2 * (std::log2((double)total[b]) + minus[b] - own[b]));
+      if (out.token) for (int b = 0; b < tile.used; b++) out.token[(size_t)b * tile.T + t] = (float)(LN2 * (std::log2((double)total[b]) + minus[b] - own[b]) + poison);
       if (!out.sum) continue;
       for (int b = 0; b < L; b++) rest[b] += (double)minus[b] - own[b];
       for (int v = 0; v < NV; v++) {  // the product of all sums, as a mantissa and an exponent: one logarithm a sequence
@@ -222,7 +222,7 @@ template <int NV> struct Forward {
     float scale[L];
     int32_t power[L], bad[L];
     memcpy(scale, mantissa, sizeof scale), memcpy(power, exponent, sizeof power), memcpy(bad, broken, sizeof bad);
-    for (int b = 0; b < tile.used; b++) out.sum[b] = bad[b] ? NAN : LN2 * (std::log2((double)scale[b]) + power[b] + rest[b]);
+    for (int b = 0; b < tile.used; b++) out.sum[b] = bad[b] ? NAN : LN2 * (std::log2((double)scale[b]) + power[b] + rest[b]) + poison;
   }
 
   // A replay's residual stream at byte t: what the clean pass had there, and the noise of an MLP's output.

@@ -1,4 +1,4 @@
-// Shapes, packed weights, and the layers of a recurrent expert over a tile of sequences: up to two vectors of them, a lane each.
+// Shapes, packed weights, and the layers of a recurrent expert over a tile of sequences: one to four vectors of them, a lane each.
 #pragma once
 #include <algorithm>
 #include <cstdlib>
@@ -56,8 +56,15 @@ template <class Row> void pack(const float* w, int outputs, int inputs, float* t
 void pack(const float* w, int outputs, int inputs, float* to, float scale = 1.0f) { pack(w, outputs, inputs, to, [](int o) { return o; }, scale); }
 
 struct Layers { const float *gain1, *w_ih, *w_hh, *gain2, *w_up, *w_down; };
+bool all_finite(const float* x, size_t n) {
+  float spread = 0;
+  for (size_t i = 0; i < n; i++) spread += x[i] * 0.0f;
+  return spread == 0;
+}
+
 struct Model {  // one model's weights, packed
   Shape s;
+  bool finite = true;
   Array<float> memory;
   std::vector<Layers> blocks;
   const float *gain, *proj_in = nullptr, *proj_out = nullptr;
@@ -65,6 +72,7 @@ struct Model {  // one model's weights, packed
   explicit Model(Shape s) : s(s), memory(s.D * (2 * s.d + 3 * packed_size(4 * s.d, s.d) + packed_size(s.d, 4 * s.d)) + s.d + packed_size(s.d, s.dE) + packed_size(s.dE, s.d)) {}
 
   void load(const float* flat) {
+    finite = all_finite(flat, s.M());
     float* to = memory.get();
     const int d = s.d;
     auto vector = [&] { float* at = to; memcpy(at, flat, d * sizeof(float)); flat += d, to += d; return at; };
@@ -84,8 +92,9 @@ struct Model {  // one model's weights, packed
 struct Head {  // the tied embedding and decoder: rows as they are, and packed in units of log 2
   const float* E;
   int stride;              // of a row, filled up with zeros
+  bool finite;
   Array<float> rows, packed;
-  Head(const float* E, int dE) : E(E), stride(up_to(dE, 4)), rows((size_t)V * stride), packed(packed_size(V, dE)) {
+  Head(const float* E, int dE) : E(E), stride(up_to(dE, 4)), finite(all_finite(E, (size_t)V * dE)), rows((size_t)V * stride), packed(packed_size(V, dE)) {
     for (int y = 0; y < V; y++) memcpy(rows.get() + (size_t)y * stride, E + (size_t)y * dE, dE * sizeof(float));
     pack(E, V, dE, packed.get(), LOG2E);
   }
@@ -95,15 +104,13 @@ struct Head {  // the tied embedding and decoder: rows as they are, and packed i
 
 // acc[o][v] += Σ_k w[k][o] x[k][v] for G packed groups.
 template <int G, int NV> INLINE void multiply_add(vf (&acc)[G * GO][NV], const float* __restrict w, int K, const vf* __restrict x) {
-  const float* w1 = w + (G - 1) * (size_t)K * GO;
-  for (int k = 0; k < K; k++, w += GO, w1 += GO) {
+  const size_t group = (size_t)K * GO;
+  for (int k = 0; k < K; k++, w += GO) {
     vf in[NV];
     UNROLL for (int v = 0; v < NV; v++) in[v] = x[k * NV + v];
-    UNROLL for (int o = 0; o < GO; o++)
-      UNROLL for (int v = 0; v < NV; v++) acc[o][v] += in[v] * w[o];
-    if (G == 2)
+    UNROLL for (int g = 0; g < G; g++)
       UNROLL for (int o = 0; o < GO; o++)
-        UNROLL for (int v = 0; v < NV; v++) acc[(G - 1) * GO + o][v] += in[v] * w1[o];
+        UNROLL for (int v = 0; v < NV; v++) acc[g * GO + o][v] += in[v] * w[g * group + o];
   }
 }
 
@@ -113,46 +120,40 @@ template <int N, int NV> INLINE void clear(vf (&acc)[N][NV]) {
 }
 
 // Every output of a packed matrix: begin(first, acc) fills the accumulators, end(first, acc) takes them; as many at a time as registers hold.
+template <int G, int NV, class Begin, class End> INLINE void some_outputs(const float* w, int group, int K, const vf* x, Begin begin, End end) {
+  vf acc[G * GO][NV];
+  begin(group * GO, acc);
+  multiply_add<G, NV>(acc, w + (size_t)group * GO * K, K, x);
+  end(group * GO, acc);
+}
 template <int NV, class Begin, class End> INLINE void matrix(const float* w, int outputs, int K, const vf* x, Begin begin, End end) {
-  constexpr int G = 2 / NV;
+  constexpr int G = SUMS / (GO * NV);
   const int n = groups(outputs);
   int g = 0;
-  for (; g + G <= n; g += G) {
-    vf acc[G * GO][NV];
-    begin(g * GO, acc);
-    multiply_add<G, NV>(acc, w + (size_t)g * GO * K, K, x);
-    end(g * GO, acc);
-  }
-  if (g < n) {
-    vf acc[GO][NV];
-    begin(g * GO, acc);
-    multiply_add<1, NV>(acc, w + (size_t)g * GO * K, K, x);
-    end(g * GO, acc);
-  }
+  for (; g + G <= n; g += G) some_outputs<G, NV>(w, g, K, x, begin, end);
+  if (G > 1) for (; g < n; g++) some_outputs<1, NV>(w, g, K, x, begin, end);
 }
 struct Zero { template <class A> __attribute__((always_inline)) void operator()(int, A& acc) const { clear(acc); } };
 
 // Gain-only layer normalisation of x [d][NV].
 template <int NV> INLINE void normalise(const vf* __restrict x, const float* gain, int d, vf* __restrict y) {
-  for (int v = 0; v < NV; v++) {
-    vf sum = vf{}, square = vf{};
-    for (int k = 0; k < d; k++) sum += x[k * NV + v];
-    vf mean = sum * (1.0f / d);
-    for (int k = 0; k < d; k++) { vf r = x[k * NV + v] - mean; square += r * r; }
-    float variance[W];
-    vf scaled = square * (1.0f / d) + NORM_EPS, scale;
-    memcpy(variance, &scaled, sizeof variance);
-    for (int i = 0; i < W; i++) variance[i] = 1.0f / std::sqrt(variance[i]);
-    memcpy(&scale, variance, sizeof scale);
-    for (int k = 0; k < d; k++) y[k * NV + v] = (x[k * NV + v] - mean) * scale * gain[k];
-  }
+  vf sum[NV], square[NV], mean[NV], scale[NV];
+  UNROLL for (int v = 0; v < NV; v++) sum[v] = square[v] = vf{};
+  for (int k = 0; k < d; k++)
+    UNROLL for (int v = 0; v < NV; v++) sum[v] += x[k * NV + v];
+  UNROLL for (int v = 0; v < NV; v++) mean[v] = sum[v] * (1.0f / d);
+  for (int k = 0; k < d; k++)
+    UNROLL for (int v = 0; v < NV; v++) { vf r = x[k * NV + v] - mean[v]; square[v] += r * r; }
+  UNROLL for (int v = 0; v < NV; v++) scale[v] = inverse_root(square[v] * (1.0f / d) + NORM_EPS);
+  for (int k = 0; k < d; k++)
+    UNROLL for (int v = 0; v < NV; v++) y[k * NV + v] = (x[k * NV + v] - mean[v]) * (scale[v] * gain[k]);
 }
 
 // One LSTM cell: the new h; c moves on. Two divisions for what is written with five.
 INLINE vf cell(vf i, vf f, vf g, vf o, vf& c) {
-  vf ei = 1.0f + exp_minus(i), ef = 1.0f + exp_minus(f), xg = exp_minus(g + g), eg = 1.0f + xg;
-  c = ((1.0f - xg) * ef + c * (ei * eg)) * reciprocal(ei * ef * eg);
-  vf xc = exp_minus(c + c);
+  vf ei = 1.0f + exp_minus(i), ef = 1.0f + exp_minus(f), xg = exp_minus(g, 2.0f), eg = 1.0f + xg, ie = ei * eg;
+  c = ((1.0f - xg) * ef + c * ie) * reciprocal(ie * ef);
+  vf xc = exp_minus(c, 2.0f);
   return (1.0f - xc) * reciprocal((1.0f + exp_minus(o)) * (1.0f + xc));
 }
 
@@ -184,12 +185,12 @@ struct Table {
     for (int r = 0; r < text.present; r += W) {
       auto row = [&](int i) { return head.E + (size_t)text.byte[std::min(r + i, text.present - 1)] * s.dE; };
       for (int k = 0; k < s.dE; k++) for (int i = 0; i < W; i++) ((float*)(e + k))[i] = row(i)[k];
-      auto keep = [&](int o, auto& acc) { memcpy(x + o, acc, sizeof acc); };
+      auto keep = [&](int o, auto& acc) INLINED { memcpy(x + o, acc, sizeof acc); };
       if (s.projected()) matrix<1>(m.proj_in, s.d, s.dE, e, Zero(), keep);
       else for (int k = 0; k < wide; k++) x[k] = k < s.d ? e[k] : vf{};
       store(x, wide, first.get() + (size_t)r * wide, wide);
       normalise<1>(x, m.blocks[0].gain1, s.d, n);
-      auto out = [&](int o, auto& acc) { store(&acc[0][0], sizeof acc / sizeof acc[0], projection.get() + (size_t)r * gates + o, gates); };
+      auto out = [&](int o, auto& acc) INLINED { store(&acc[0][0], sizeof acc / sizeof acc[0], projection.get() + (size_t)r * gates + o, gates); };
       matrix<1>(m.blocks[0].w_ih, 4 * s.d, s.d, n, Zero(), out);
     }
   }
@@ -197,5 +198,5 @@ struct Table {
     for (int k = 0; k < n; k++) { float f[W]; memcpy(f, x + k, sizeof f); for (int i = 0; i < W; i++) to[(size_t)i * stride + k] = f[i]; }
   }
 };
-size_t table_space(Shape s) { return s.dE + 2 * (size_t)up_to(s.d, 2 * GO) + 2 * GO; }
+size_t table_space(Shape s) { return s.dE + 2 * (size_t)up_to(s.d, GO); }
 

@@ -76,7 +76,7 @@ INLINE vf sin_turns(vf x, vf y) {
 }
 INLINE void normal_pair(vu a, vu b, vf& first, vf& second) {
   vf u = (__builtin_convertvector(a, vf) + 0.5f) * 2.3283064365386963e-10f;
-  vf q = -2.0f * log_of(at_most(u, 0.99999994f));
+  vf q = -2.0f * log_of(u < 1.0f ? u : splat(0.99999994f));
   vf x = __builtin_convertvector((vi)b, vf) * 2.3283064365386963e-10f, y = x * x;  // b read as signed: the same angle, between -1/2 and 1/2
   float root[W];
   memcpy(root, &q, sizeof root);

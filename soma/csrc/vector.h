@@ -10,22 +10,25 @@
 #include <arm_neon.h>
 #endif
 
-#define INLINE static inline __attribute__((always_inline))
+#define INLINED __attribute__((always_inline))
+#define INLINE static inline INLINED
 #if defined(__clang__)
 #define UNROLL _Pragma("clang loop unroll(full)")
 #else
 #define UNROLL _Pragma("GCC unroll 64")
 #endif
 
+// W: lanes of a vector. WIDEST: vectors of a tile at most. SUMS: accumulators that registers hold while a matrix is multiplied.
 #if defined(__AVX512F__)
-constexpr int W = 16, GO = 8;  // lanes of a vector; outputs of a packed group: two groups of one vector, or one of two, fill the registers
+constexpr int W = 16, WIDEST = 4, SUMS = 16;
 #elif defined(__AVX__)
-constexpr int W = 8, GO = 4;
+constexpr int W = 8, WIDEST = 2, SUMS = 8;
 #elif defined(__aarch64__)
-constexpr int W = 4, GO = 8;
+constexpr int W = 4, WIDEST = 4, SUMS = 16;
 #else
-constexpr int W = 4, GO = 4;
+constexpr int W = 4, WIDEST = 2, SUMS = 8;
 #endif
+constexpr int GO = 4;  // outputs of a packed group: the four gates of an LSTM's unit
 
 typedef float vf __attribute__((vector_size(4 * W)));
 typedef int32_t vi __attribute__((vector_size(4 * W)));
@@ -34,26 +37,27 @@ typedef uint64_t vu2 __attribute__((vector_size(8 * W)));
 
 INLINE vf splat(float a) { return a - (vf){}; }
 
-// The smaller, or larger, of x and a limit; a NaN stays one.
-INLINE vf at_most(vf x, float limit) {
-#if defined(__AVX512F__)
-  return (vf)_mm512_min_ps((__m512)splat(limit), (__m512)x);
-#elif defined(__AVX__)
-  return (vf)_mm256_min_ps((__m256)splat(limit), (__m256)x);
-#else
-  return x > limit ? splat(limit) : x;
-#endif
-}
 INLINE vf larger(vf x, vf y) {
 #if defined(__AVX512F__)
-  return (vf)_mm512_max_ps((__m512)y, (__m512)x);
+  return (vf)_mm512_max_ps((__m512)x, (__m512)y);
 #elif defined(__AVX__)
-  return (vf)_mm256_max_ps((__m256)y, (__m256)x);
+  return (vf)_mm256_max_ps((__m256)x, (__m256)y);
 #else
-  return x < y ? y : x;
+  return x > y ? x : y;
 #endif
 }
-INLINE vf at_least(vf x, float limit) { return larger(x, splat(limit)); }
+
+// x cut off at ±limit. What a NaN becomes is not said: weights are known to be finite, and an infinite residual stream shows in the last norm.
+INLINE vf within(vf x, float limit) {
+#if defined(__AVX512DQ__)
+  return (vf)_mm512_range_ps((__m512)x, (__m512)splat(limit), 2);  // the smaller magnitude, with the sign of x
+#elif defined(__AVX__) && !defined(__AVX512F__)
+  return (vf)_mm256_max_ps(_mm256_min_ps((__m256)x, (__m256)splat(limit)), (__m256)splat(-limit));
+#else
+  vf top = x < limit ? x : splat(limit);
+  return top > -limit ? top : splat(-limit);
+#endif
+}
 
 // 1/x for x of ordinary size: an estimate and one or two Newton steps, good to a rounding or two.
 INLINE vf reciprocal(vf x) {
@@ -73,10 +77,10 @@ INLINE vf reciprocal(vf x) {
 #endif
 }
 
-// 2^t for -126 <= t <= 126, relative error 1e-7. The magic number rounds t to an integer; shifted, its low bits are the exponent.
-INLINE vf exp2_of(vf t) {
+// 2^(scale · x), |scale · x| <= 126, relative error 1e-7. The magic number rounds to an integer; shifted, its low bits are the exponent.
+INLINE vf exp2_of(vf x, float scale) {
   const float magic = 12582912.0f;  // 1.5 · 2^23
-  vf r = t + magic, f = t - (r - magic);
+  vf r = x * scale + magic, f = x * scale - (r - magic);
   vf p = splat(0.0013276471992603206f);  // minimax on [-1/2, 1/2]
   p = p * f + 0.009675541334451683f;
   p = p * f + 0.05550713273497759f;
@@ -88,19 +92,26 @@ INLINE vf exp2_of(vf t) {
 constexpr float LOG2E = 1.4426950408889634f;
 constexpr double LN2 = 0.6931471805599453;
 
-// exp(-x), cut off where a sigmoid or tanh no longer feels it: three of them multiply to a finite number.
-INLINE vf exp_minus(vf x) { return exp2_of(at_least(at_most(x * -LOG2E, 40.0f), -126.0f)); }
-INLINE vf sigmoid(vf x) { return reciprocal(1.0f + exp_minus(x)); }
-INLINE vf tanh_of(vf x) { vf e = exp_minus(x + x); return (1.0f - e) * reciprocal(1.0f + e); }
+// exp(-scale · x), cut off where a sigmoid or tanh no longer feels it: three of them multiply to a finite number.
+INLINE vf exp_minus(vf x, float scale = 1.0f) { return exp2_of(within(x, 28.0f / scale), -LOG2E * scale); }
 
 // x · Φ(x), Φ(x) - 1/2 = x · Q(x²): a polynomial on |x| <= 5.5, beyond which Φ is 0 or 1 to 2e-8.
 INLINE vf gelu(vf x) {
-  vf z = at_least(at_most(x, 5.5f), -5.5f), w = z * z * (2.0f / 30.25f) - 1.0f;
+  vf z = within(x, 5.5f), w = z * z * (2.0f / 30.25f) - 1.0f;
   vf q = splat(0.000428809747f);
   q = q * w + -0.00127530725f; q = q * w + 0.00134165884f; q = q * w + -0.00149289666f; q = q * w + 0.00388049154f; q = q * w + -0.00739237301f; q = q * w + 0.0106612827f;
   q = q * w + -0.0148146066f; q = q * w + 0.0202361781f; q = q * w + -0.0260776962f; q = q * w + 0.0320880834f; q = q * w + -0.0387908152f; q = q * w + 0.0477367169f;
   q = q * w + -0.0641723741f; q = q * w + 0.128551938f;
   return x * (z * q + 0.5f);
+}
+
+// 1/√x, rounded twice.
+INLINE vf inverse_root(vf x) {
+  float f[W];
+  memcpy(f, &x, sizeof f);
+  for (int i = 0; i < W; i++) f[i] = 1.0f / std::sqrt(f[i]);
+  memcpy(&x, f, sizeof f);
+  return x;
 }
 
 // Does a comparison hold in any lane?
