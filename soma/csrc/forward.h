@@ -86,20 +86,18 @@ template <int NV> struct Forward {
     matrix<NV>(b.w_hh, 4 * d, d, h,
       [&](int first, auto& acc) INLINED {
         constexpr int N = sizeof acc / sizeof acc[0];
-        if (TABLE && l == 0) {
+        clear(acc);
+        if (!TABLE || l > 0) multiply_add<N / GO, NV>(acc, b.w_ih + (size_t)first * d, d, n);
+      },
+      [&](int first, auto& acc) INLINED {
+        constexpr int N = sizeof acc / sizeof acc[0];
+        if (TABLE && l == 0)
           UNROLL for (int v = 0; v < NV; v++)
             UNROLL for (int o = 0; o < N; o += 4) {
               vf four[4];
               gather4(from + v * W, first + o, four);
-              UNROLL for (int j = 0; j < 4; j++) acc[o + j][v] = four[j];
+              UNROLL for (int j = 0; j < 4; j++) acc[o + j][v] += four[j];
             }
-        } else {
-          clear(acc);
-          multiply_add<N / GO, NV>(acc, b.w_ih + (size_t)first * d, d, n);
-        }
-      },
-      [&](int first, auto& acc) INLINED {
-        constexpr int N = sizeof acc / sizeof acc[0];
         UNROLL for (int o = 0; o < N; o++) {
           const int row = o % 4 * d + std::min((first + o) / 4, d - 1);  // of the paper's [4d]
           if (on_gates) UNROLL for (int v = 0; v < NV; v++) acc[o][v] += noise->at(row, v, amount);
@@ -139,8 +137,10 @@ template <int NV> struct Forward {
     });
     keep(field(tile, l * FIELDS + F_ACTIVE, t, 4 * d), hid, 4 * d);
     matrix<NV>(b.w_down, d, 4 * d, hid,
-      [&](int first, auto& acc) INLINED { memcpy(acc, x + (size_t)first * NV, sizeof acc); },
-      [&](int first, auto& acc) INLINED { memcpy(x + (size_t)first * NV, acc, sizeof acc); });
+      Zero(), [&](int first, auto& acc) INLINED {
+        constexpr int N = sizeof acc / sizeof acc[0];
+        UNROLL for (int o = 0; o < N; o++) UNROLL for (int v = 0; v < NV; v++) x[(first + o) * NV + v] += acc[o][v];
+      });
     keep(field(tile, l * FIELDS + F_OUT, t, d), x, d);
   }
 

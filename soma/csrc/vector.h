@@ -77,16 +77,17 @@ INLINE vf reciprocal(vf x) {
 #endif
 }
 
-// 2^(scale · x), |scale · x| <= 126, relative error 1e-7. The magic number rounds to an integer; shifted, its low bits are the exponent.
+// 2^(scale · x), |scale · x| <= 126, relative error 1e-8 before rounding. The magic number rounds to an integer; shifted, its low bits are the exponent.
 INLINE vf exp2_of(vf x, float scale) {
   const float magic = 12582912.0f;  // 1.5 · 2^23
   vf r = x * scale + magic, f = x * scale - (r - magic);
-  vf p = splat(0.0013276471992603206f);  // minimax on [-1/2, 1/2]
-  p = p * f + 0.009675541334451683f;
-  p = p * f + 0.05550713273497759f;
-  p = p * f + 0.24022119723840052f;
-  p = p * f + 0.6931469670647606f;
-  p = p * f + 1.0000000716546849f;
+  vf p = splat(0.00015345812010327943f);  // minimax on [-1/2, 1/2]
+  p = p * f + 0.0013399931219358742f;
+  p = p * f + 0.0096184889570899f;
+  p = p * f + 0.05550328776964753f;
+  p = p * f + 0.240226468906343f;
+  p = p * f + 0.693147205737268f;
+  p = p * f + 1.0f;
   return (vf)((vi)p + ((vi)r << 23));
 }
 constexpr float LOG2E = 1.4426950408889634f;
@@ -98,10 +99,10 @@ INLINE vf exp_minus(vf x, float scale = 1.0f) { return exp2_of(within(x, 28.0f /
 // x · Φ(x), Φ(x) - 1/2 = x · Q(x²): a polynomial on |x| <= 5.5, beyond which Φ is 0 or 1 to 2e-8.
 INLINE vf gelu(vf x) {
   vf z = within(x, 5.5f), w = z * z * (2.0f / 30.25f) - 1.0f;
-  vf q = splat(0.000428809747f);
-  q = q * w + -0.00127530725f; q = q * w + 0.00134165884f; q = q * w + -0.00149289666f; q = q * w + 0.00388049154f; q = q * w + -0.00739237301f; q = q * w + 0.0106612827f;
-  q = q * w + -0.0148146066f; q = q * w + 0.0202361781f; q = q * w + -0.0260776962f; q = q * w + 0.0320880834f; q = q * w + -0.0387908152f; q = q * w + 0.0477367169f;
-  q = q * w + -0.0641723741f; q = q * w + 0.128551938f;
+  vf q = splat(-0.000190655567f);
+  q = q * w + 0.000592047749f; q = q * w - 0.000673302884f; q = q * w + 0.000841154721f; q = q * w - 0.00224018176f; q = q * w + 0.00447751606f;
+  q = q * w - 0.00692995734f; q = q * w + 0.0103121173f; q = q * w - 0.0149637488f; q = q * w + 0.0203396221f; q = q * w - 0.0260538685f;
+  q = q * w + 0.0320737187f; q = q * w - 0.0387924128f; q = q * w + 0.0477374508f; q = q * w - 0.0641723453f; q = q * w + 0.128551932f;
   return x * (z * q + 0.5f);
 }
 
