@@ -436,6 +436,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/soma', 'doc_host': '', 'gi
                             'soma.train._work': ('train.html#_work', 'soma/train.py'),
                             'soma.train.add_line': ('train.html#add_line', 'soma/train.py'),
                             'soma.train.advance': ('train.html#advance', 'soma/train.py'),
+                            'soma.train.as_written': ('train.html#as_written', 'soma/train.py'),
                             'soma.train.begin': ('train.html#begin', 'soma/train.py'),
                             'soma.train.check_finite': ('train.html#check_finite', 'soma/train.py'),
                             'soma.train.check_identity': ('train.html#check_identity', 'soma/train.py'),
@@ -447,6 +448,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/soma', 'doc_host': '', 'gi
                             'soma.train.load_kept': ('train.html#load_kept', 'soma/train.py'),
                             'soma.train.load_theta': ('train.html#load_theta', 'soma/train.py'),
                             'soma.train.locked': ('train.html#locked', 'soma/train.py'),
+                            'soma.train.pick': ('train.html#pick', 'soma/train.py'),
                             'soma.train.read_metrics': ('train.html#read_metrics', 'soma/train.py'),
                             'soma.train.restore_runs': ('train.html#restore_runs', 'soma/train.py'),
                             'soma.train.run_jobs': ('train.html#run_jobs', 'soma/train.py'),
@@ -454,5 +456,6 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/soma', 'doc_host': '', 'gi
                             'soma.train.save_run': ('train.html#save_run', 'soma/train.py'),
                             'soma.train.step_together': ('train.html#step_together', 'soma/train.py'),
                             'soma.train.stop_signals': ('train.html#stop_signals', 'soma/train.py'),
+                            'soma.train.theta_shapes': ('train.html#theta_shapes', 'soma/train.py'),
                             'soma.train.train': ('train.html#train', 'soma/train.py'),
                             'soma.train.workers_running': ('train.html#workers_running', 'soma/train.py')}}}
