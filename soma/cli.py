@@ -26,7 +26,7 @@ from .inference import check_sampling, generate, load_ensemble, load_model
 from .models import CHUNK, count_body, init_params, ops_per_token
 from .report import check, dry_run, listing, reproduce
 from .routing import fit_router, load_router, routing_report
-from .train import Bar, Job, Stopped, finished, load_checkpoint, load_theta, read_metrics, run_jobs, train
+from .train import Bar, Job, Stopped, event_writer, finished, load_checkpoint, load_theta, read_metrics, run_jobs, train
 
 # %% ../nbs/15_cli.ipynb #e291e394
 def one_line(message)->str: "Line ends and other characters that cannot be printed, as escapes."; return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in str(message))
@@ -64,7 +64,7 @@ def seed(args):
     "Train the seed on the whole corpus: body by SPSA, head by the delta rule (§4)."
     (recipe, model), run, store = settings(args), RunFolder(args.out), open_store(args)
     whole, bar = whole_shard(run.whole, store), Bar(recipe.seed.updates, recipe.seed, "seed", not args.quiet)
-    try: result = train(recipe.seed, model, init_params(model, recipe.seed.seed), store, whole.train[0], whole.valid[0], run.seed, args.chunk, args.device, report=bar)
+    try: result = train(recipe.seed, model, init_params(model, recipe.seed.seed), store, whole.train[0], whole.valid[0], run.seed, args.chunk, args.device, report=bar, tensorboard=args.tensorboard)
     finally: bar.close()
     say(f"seed: {result['update']:,} updates, validation loss {result['valid']:.4f} nats/byte, in {run.seed}")
 
@@ -106,7 +106,7 @@ def cluster(args):
 def expert_jobs(args, recipe, control=False)->list:
     "A job for every expert, each with a random stream of its own; with `control`, first one more on the whole corpus."
     run, N = RunFolder(args.out), read_clustering(RunFolder(args.out))["N"]
-    def job(stream, shards, e, out): return Job(replace(recipe.expert, stream=stream), str(run.seed), str(run.store), str(shards), e, str(out), args.device, args.chunk)
+    def job(stream, shards, e, out): return Job(replace(recipe.expert, stream=stream), str(run.seed), str(run.store), str(shards), e, str(out), args.device, args.chunk, args.tensorboard)
     extra = [job("control", run.whole, 0, run.control)] if control else []
     return extra + [job(f"expert{e}", run.clusters, e, run.expert(e)) for e in range(N)]
 
@@ -289,6 +289,7 @@ def _preset(p): p.add_argument("--preset", default="small", help="paper, small (
 
 def _training(p):
     p.add_argument("--quiet", action="store_true", help="no progress bar")
+    p.add_argument("--tensorboard", action="store_true", help="the training metrics also as event files: tensorboard --logdir RUN shows them (needs pip install -e '.[tensorboard]')")
     p.add_argument("--chunk", type=int, default=CHUNK, help="perturbed models in flight: memory and speed, never the result (default: %(default)s)")
     for name, kind, what in (("P", int, "perturbation directions per batch (n_pert)"), ("B", int, "sequences per batch"), ("T", int, "bytes of a training window, at most 1024"),
                              ("A", int, "accumulated batches per update"), ("lr", float, "initial step size"), ("eps", float, "initial perturbation radius"),
@@ -359,6 +360,7 @@ def check_options(args):
         if (value := getattr(args, name, None)) is not None and value < least: raise SomaError(f"{'-' * (1 + (len(name) > 1))}{name.removeprefix('max_')} {value}: must be at least {least}")
     set_threads(getattr(args, "threads", None))
     choose_device(getattr(args, "device", "cpu"))
+    if getattr(args, "tensorboard", False): event_writer()
     if hasattr(args, "chunk"): settings(args)
     elif hasattr(args, "preset") and hasattr(args, "out"): preset(args.preset)
     if hasattr(args, "temperature"): check_sampling(args.temperature, args.sample_seed)

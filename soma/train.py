@@ -4,9 +4,10 @@
 
 # %% auto #0
 __all__ = ['FORMAT', 'RULES', 'Run', 'digest', 'save_checkpoint', 'load_checkpoint', 'as_written', 'pick', 'theta_shapes',
-           'load_theta', 'identity', 'check_identity', 'Metrics', 'check_finite', 'save_run', 'restore_runs', 'Stopped',
-           'stop_signals', 'locked', 'advance', 'begin', 'finished', 'train', 'add_line', 'read_metrics', 'Bar', 'Job',
-           'workers_running', 'run_jobs', 'step_together', 'TogetherJob', 'kept', 'load_kept']
+           'load_theta', 'identity', 'check_identity', 'event_writer', 'Metrics', 'check_finite', 'save_run',
+           'restore_runs', 'Stopped', 'stop_signals', 'locked', 'advance', 'begin', 'finished', 'train', 'add_line',
+           'read_metrics', 'Bar', 'Job', 'workers_running', 'run_jobs', 'step_together', 'TogetherJob', 'kept',
+           'load_kept']
 
 # %% ../nbs/08_train.ipynb #c4dd2d64
 import fcntl, hashlib, json, math, multiprocessing, os, signal, threading, time
@@ -153,8 +154,15 @@ def check_identity(saved:dict, now:dict, path):
         raise SomaError(f"{path}: this checkpoint has {name} = {(old or {}).get(name)}, not {value.get(name)}; use the same settings, or another --out")
 
 # %% ../nbs/08_train.ipynb #08550a80
+def event_writer():
+    "TensorBoard's writer of event files; SomaError without the package."
+    try: from torch.utils.tensorboard import SummaryWriter
+    except ImportError: raise SomaError("--tensorboard: the package tensorboard is missing; pip install -e '.[tensorboard]'") from None
+    return SummaryWriter
+
 class Metrics:
-    "metrics.jsonl, continued from a known length."
+    "metrics.jsonl, continued from a known length, and on demand the same numbers for TensorBoard."
+    events = None
     def __init__(self, path:Path, length:int):
         have = path.stat().st_size if path.exists() else 0
         if have < length: raise SomaError(f"{path}: shorter than its checkpoint remembers ({have} of {length} bytes); restore it, or train again into another --out")
@@ -162,7 +170,27 @@ class Metrics:
         self.file.truncate(length)
         self.file.seek(0, os.SEEK_END)
 
-    def write(self, line:dict): "Append one JSON line."; self.file.write((canonical_json(line) + "\n").encode())
+    def write(self, line:dict):
+        "Append one JSON line."
+        self.file.write((canonical_json(line) + "\n").encode())
+        if self.events: self._show(line)
+
+    def also_events(self, folder:Path):
+        "From now on also TensorBoard events in `folder`, in a new file that begins with all lines so far."
+        writer = event_writer()
+        for old in make_dir(folder).glob("events.out.tfevents.*"): old.unlink()
+        self.events = writer(str(folder), flush_secs=10)
+        for line in read_metrics(folder.parent): self._show(line)
+
+    def _show(self, line:dict):
+        for name in ("valid", "loss", "lr", "eps"):
+            if line[name] is not None: self.events.add_scalar(name, line[name], line["update"])
+
+    def close(self):
+        "End both files."
+        self.file.close()
+        if self.events: self.events.close()
+
     def sync(self)->int:
         "Flush to the disk; the length so far."
         try: self.file.flush(); os.fsync(self.file.fileno())
@@ -263,12 +291,15 @@ def train(cfg:TrainConfig, model:ModelConfig,
           device:str="cpu",
           checkpoint_every:int=100,         # updates between two checkpoints
           report=lambda update, loss: None, # called after every update
+          tensorboard:bool=False,           # the metrics also as events for TensorBoard, in out/tensorboard
          )->dict:
     "Train or resume until cfg.updates (§4, Appendix E): final update and validation loss. Raises Stopped after a signal."
+    if tensorboard: event_writer()   # is it there?
     folder, device, began = make_dir(out), choose_device(device), time.time()
     objective, judged = ExpertObjective(model, cfg.tile, chunk), validation_windows(store, valid_idx, cfg).to(device)
     with locked(folder):
         run, ident, metrics = begin(cfg, model, theta, store, train_idx, valid_idx, folder, device)
+        if tensorboard: metrics.also_events(folder/"tensorboard")
         first, judge = run.update, lambda update: metrics.write(run.judge(objective, judged)) if update % cfg.judge_every == 0 else None
         def step(update): return run.step(objective, batch(store, train_idx, run.cfg, update).to(device))
         def meta():
@@ -278,7 +309,7 @@ def train(cfg:TrainConfig, model:ModelConfig,
         try: advance(folder, [run], cfg.updates, judge, step, meta, checkpoint_every, report)
         except SomaError as e: raise SomaError(f"{e}; {folder} keeps its last good checkpoint") from None
         finally:
-            metrics.file.close()
+            metrics.close()
             session = dict(first=first, last=run.update, seconds=time.time() - began) | provenance(impl=objective.impl, device=str(device))
             if run.update > first: add_line(folder/"sessions.jsonl", session)
         if not finished(folder): write_json(folder/"result.json", dict(update=run.update, valid=objective.mean_loss(run.theta, judged)))
@@ -326,13 +357,14 @@ class Job:
     out:str      # folder of the run
     device:str = "cpu"
     chunk:int = CHUNK
+    tensorboard:bool = False
 
     def run(self, report=lambda update, loss: None)->dict:
         "Train or resume it here."
         theta, model, _ = load_theta(self.start)
         store = Store(self.store)
         shards = Shards.load(self.shards, store)
-        return train(self.cfg, model, theta, store, shards.train[self.expert], shards.valid[self.expert], self.out, self.chunk, self.device, report=report)
+        return train(self.cfg, model, theta, store, shards.train[self.expert], shards.valid[self.expert], self.out, self.chunk, self.device, report=report, tensorboard=self.tensorboard)
 
 def _work(numbered:list, threads:int, events):
     "Run jobs one after another in this process, telling the pipe `events` how they fare."

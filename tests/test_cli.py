@@ -158,6 +158,11 @@ def test_bad_option_of_training(given, fresh, check_refused):
 @pytest.mark.parametrize("command", (TRAIN, SEED, EVAL, GENERATE), ids=lambda c: c[0])
 def test_a_device_that_is_not_here(command, run, check_refused): check_refused([*command, "--device", "cuda"], "--device cuda", "--device cpu")
 
+def test_tensorboard_that_is_not_installed(fresh, check_refused, monkeypatch):
+    for name in [n for n in sys.modules if n.startswith("torch.utils.tensorboard")]: monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "tensorboard", None)
+    for command in (SEED, TRAIN, ["demo", "--out", "m", "--figures", "f", *TINY]): check_refused([*command, "--data", "corpus.jsonl", "--tensorboard"], "--tensorboard", "pip install")
+
 USING = {
     ("generate", "-k 0"): "k", ("generate", "-k 9"): "k", ("generate", "--temperature -1"): "--temperature", ("generate", "--temperature nan"): "--temperature", ("generate", "--bytes -5"): "--bytes",
     ("generate", "--sample-seed -1"): "--sample-seed", ("generate", "--device banana"): "--device", ("generate", "--threads 0"): "--threads", ("generate", "two"): "two", ("generate", "--out nowhere"): "nowhere",
@@ -244,6 +249,11 @@ def test_a_finished_run_stays_as_it_is(run, check_works):
     before = tree("m")
     check_works(*SEED); check_works(*TRAIN)
     assert tree("m") == before
+
+def test_events_of_every_training(fresh, check_works):
+    pytest.importorskip("tensorboard", reason="tensorboard is not installed (pip install -e '.[tensorboard]')")
+    check_works(*TRAIN, "--data", "corpus.jsonl", "--tensorboard")
+    assert sorted(str(p.parent) for p in Path("m").rglob("events.out.tfevents.*")) == [f"m/{part}/tensorboard" for part in ("experts/0", "experts/1", "seed")]
 
 def test_a_seed_that_was_trained_on_after_its_experts(run, check_refused, check_works):
     check_works(*SEED, "--seed-updates", "22")

@@ -294,6 +294,43 @@ def test_a_run_begun_again_has_its_own_result(home, tmp_path):
     go(home, tmp_path/"straight", replace(CFG, lr=2e-2))
     assert state(tmp_path/"again") == state(tmp_path/"straight")
 
+# ---- the same numbers for TensorBoard
+
+def events(folder)->dict:
+    "(tag, update) -> every value that the event files in a folder give it."
+    loader, found = pytest.importorskip("tensorboard.backend.event_processing.event_file_loader", reason="tensorboard is not installed (pip install -e '.[tensorboard]')"), {}
+    for file in folder.glob("events.out.tfevents.*"):
+        for e in loader.EventFileLoader(str(file)).Load():
+            for v in e.summary.value: found.setdefault((v.tag, e.step), []).append(v.tensor.float_val[0])
+    return found
+
+def metric_events(folder)->dict: return {(name, m["update"]): [float(np.float32(m[name]))] for m in read_metrics(folder) for name in ("valid", "loss", "lr", "eps") if m[name] is not None}
+
+def child_killed_with_events(home, out):
+    "Killed after update 5: the look at 4 has been written, and the last checkpoint is of 3."
+    def report(update, loss):
+        if update == 5: time.sleep(2); os.kill(os.getpid(), signal.SIGKILL)   # its writer has had time for the disk
+    from torch.utils import tensorboard
+    writer = tensorboard.SummaryWriter
+    tensorboard.SummaryWriter = lambda folder, flush_secs: writer(folder, flush_secs=0.1)
+    go(home, out/"run", report=report, tensorboard=True)
+
+def test_events_for_tensorboard(home, tmp_path):
+    pytest.importorskip("tensorboard", reason="tensorboard is not installed (pip install -e '.[tensorboard]')")
+    run = tmp_path/"run"
+    assert subprocess.run([sys.executable, __file__, "killed_with_events", home, tmp_path], stderr=subprocess.DEVNULL).returncode == -signal.SIGKILL
+    assert {u for _, u in events(run/"tensorboard")} == {0, 2, 4} and load_checkpoint(run/FILES[0])[1]["states"][0]["update"] == 3
+    with pytest.raises(Stopped): go(home, run, report=stop_at(4), tensorboard=True)
+    assert {u for _, u in events(run/"tensorboard")} == {0, 2}                              # the look at 4 is to come again
+    go(home, run, tensorboard=True)
+    go(home, tmp_path/"plain")
+    shutil.copytree(tmp_path/"plain", tmp_path/"after")
+    go(home, tmp_path/"after", tensorboard=True)                                            # of a run that has finished
+    for folder in (run, tmp_path/"after"):
+        assert events(folder/"tensorboard") == metric_events(tmp_path/"plain") and len(metric_events(folder)) == 4 * 4 - 1
+        shutil.rmtree(folder/"tensorboard")
+        assert state(folder) == state(tmp_path/"plain")
+
 # ---- values that are not finite
 
 @pytest.mark.parametrize("what", ["a parameter", "a moment", "the loss", "the validation loss"])
