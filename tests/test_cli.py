@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-import soma.cli, soma.data, soma.train
+import soma.cli, soma.commands, soma.data, soma.train
 from soma.core import SomaError
 from soma.data import Store, build_store
 from soma.routing import fit_router
@@ -34,7 +34,7 @@ def made(tmp_path_factory)->Path:
     home = tmp_path_factory.mktemp("made")
     with gzip.open(CARD, "rt", encoding="utf-8") as f: (home/"corpus.jsonl").write_text("".join(line for line, _ in zip(f, range(40))), encoding="utf-8")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(soma.cli, "run_jobs", one_after_another)
+        patch.setattr(soma.commands, "run_jobs", one_after_another)
         patch.chdir(home)
         assert call(*TRAIN, "--data", "corpus.jsonl") == 0
     return home
@@ -44,7 +44,7 @@ def fresh(made, tmp_path, monkeypatch)->Path:
     "A folder of its own, to work in, with the corpus."
     shutil.copy(made/"corpus.jsonl", tmp_path)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(soma.cli, "run_jobs", one_after_another)
+    monkeypatch.setattr(soma.commands, "run_jobs", one_after_another)
     return tmp_path
 
 @pytest.fixture
@@ -442,6 +442,26 @@ def stopped(argv, ready, signum, pause=0.3)->tuple:
 
 def updates(part)->int: return load_checkpoint(f"m/{part}/checkpoint.safetensors")[1]["states"][0]["update"]
 def begun(*parts): return lambda: all(p.exists() and p.stat().st_size > 0 for p in (Path("m")/part/"metrics.jsonl" for part in parts))
+
+PRESS = """
+import signal, sys
+class Press:
+    def find_spec(self, name, *rest):
+        if name == sys.argv[1]: signal.raise_signal(signal.SIGINT)
+sys.meta_path.insert(0, Press())
+from soma.cli import main
+sys.exit(main(sys.argv[2:]))
+"""
+
+@pytest.mark.parametrize("room", ("torch", "scipy.sparse", "soma.commands"))
+def test_ctrl_c_while_the_rooms_are_imported(room, fresh):
+    r = subprocess.run([sys.executable, "-c", PRESS, room, *TRAIN], capture_output=True, text=True)
+    assert (r.returncode, r.stdout, r.stderr) == (130, "", "soma: stopped\n") and not Path("m").exists()
+
+def test_what_needs_no_room_imports_none():
+    code = "import sys; from soma.cli import main\ntry: main(sys.argv[1:])\nexcept SystemExit as e: print(e.code, {m.split('.')[0] for m in sys.modules} & {'torch', 'numpy', 'scipy', 'sklearn', 'pandas', 'matplotlib'}, [m for m in sys.modules if m.startswith('soma.')])"
+    for argv, exit_code in ((["--version"], 0), (["train", "--help"], 0), (["train", "--bogus"], 2)):
+        assert subprocess.run([sys.executable, "-c", code, *argv], capture_output=True, text=True).stdout.splitlines()[-1] == f"{exit_code} set() ['soma.cli']"
 
 needs_proc = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="looks for processes in /proc")
 
