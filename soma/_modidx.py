@@ -431,6 +431,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/soma', 'doc_host': '', 'gi
                             'soma.train.Run.state': ('train.html#run.state', 'soma/train.py'),
                             'soma.train.Run.step': ('train.html#run.step', 'soma/train.py'),
                             'soma.train.Run.tensors': ('train.html#run.tensors', 'soma/train.py'),
+                            'soma.train.Run.valid': ('train.html#run.valid', 'soma/train.py'),
                             'soma.train.Stopped': ('train.html#stopped', 'soma/train.py'),
                             'soma.train.Stopped.__init__': ('train.html#stopped.__init__', 'soma/train.py'),
                             'soma.train.TogetherJob': ('train.html#togetherjob', 'soma/train.py'),

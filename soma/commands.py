@@ -24,7 +24,7 @@ from .inference import check_sampling, generate, load_ensemble, load_model
 from .models import CHUNK, count_body, init_params, ops_per_token
 from .report import check, dry_run, listing, reproduce
 from .routing import fit_router, load_router, routing_report
-from .train import Bar, Job, event_writer, finished, load_checkpoint, load_theta, read_metrics, run_jobs, train
+from .train import Bar, Job, as_written, event_writer, finished, load_checkpoint, load_theta, read_metrics, run_jobs, train
 
 # %% ../nbs/14a_commands.ipynb #871f7783
 def say(text:str=""): "Print at once, also into a pipe."; print(text, flush=True)
@@ -171,7 +171,6 @@ def write(args):
     if (run.clusters/"cluster.json").exists() and run.expert(0).exists(): model = load_ensemble(args.out, device=args.device)
     elif (run.seed/"checkpoint.safetensors").exists(): model = load_model(run.seed, args.device)
     else: raise SomaError(f"{args.out}: holds no trained model yet; run soma train --out {args.out}")
-    if args.bytes < 0: raise SomaError(f"--bytes {args.bytes}: must be 0 or more")
     pieces = generate(model, args.prompt, args.bytes, args.temperature, args.sample_seed, args.k)
     print(args.prompt + next(pieces, ""), end="", flush=True)     # the first piece before the prompt: what is wrong is said before anything is printed
     for piece in pieces: print(piece, end="", flush=True)
@@ -182,9 +181,8 @@ def describe(path:Path)->list:
     if path.is_file() or (path/"checkpoint.safetensors").exists():
         tensors, meta = load_checkpoint(path if path.is_file() else path/"checkpoint.safetensors")
         if meta.get("kind") != "run": return [f"{path}: {meta.get('kind', 'checkpoint')} of {len(tensors)} tensors, format {meta['format']}"]
-        ident = meta["identity"]
-        model, cfg = ModelConfig(**ident["model"]), ident["train"]
-        return [f"{path}: training run, {meta['states'][0]['update']:,} updates, format {meta['format']}", f"  model: d = {model.d}, D = {model.D}, d_E = {model.d_E}; {count_body(model):,} body parameters; {ops_per_token(model):,} operations a byte",
+        with as_written(path): ident, cfg, model, update = meta["identity"], meta["identity"]["train"], ModelConfig(**meta["identity"]["model"]), meta["states"][0]["update"]
+        return [f"{path}: training run, {update:,} updates, format {meta['format']}", f"  model: d = {model.d}, D = {model.D}, d_E = {model.d_E}; {count_body(model):,} body parameters; {ops_per_token(model):,} operations a byte",
                 "  " + ", ".join(f"{k} = {v}" for k, v in cfg.items()), f"  corpus {ident['corpus'][:12]}, shard {ident['shard'][:12]}, started from {ident['start'][:12]}"]
     if (path/"manifest.json").exists():
         m = (store := Store(path)).manifest
@@ -192,8 +190,8 @@ def describe(path:Path)->list:
         licences = "; ".join(f"{name} ({count:,} documents)" for name, count in m["licences"].items())
         return [f"{path}: corpus store", f"  {store!r}", f"  bytes: {parts}; {m['documents_are']}; split seed {m['split_seed']}", f"  licences: {licences}", f"  training stream {store.sha256[:12]}"]
     if (path/"router.json").exists():
-        sizes = read_json(path/"shards.json", "shards file")["train"]["sizes"] if (path/"shards.json").exists() else []
-        return [f"{path}: clusters", f"  {load_router(path)!r}", f"  training sequences of each shard: {', '.join(f'{n:,}' for n in sizes)}"]
+        with as_written(path/"shards.json"): sizes = [f"{n:,}" for n in read_json(path/"shards.json", "shards file")["train"]["sizes"]] if (path/"shards.json").exists() else []
+        return [f"{path}: clusters", f"  {load_router(path)!r}", f"  training sequences of each shard: {', '.join(sizes)}"]
     run = RunFolder(path)
     parts = [p for p in (run.store, run.seed, run.clusters, run.control, *sorted((path/"experts").glob("*"), key=lambda p: (len(p.name), p.name))) if any((p/n).exists() for n in ("checkpoint.safetensors", "manifest.json", "router.json"))]
     if not parts: raise SomaError(f"{path}: no checkpoint, router, store or run here; give the --out folder of a run, or a part of it")

@@ -55,10 +55,15 @@ class Run:
         self.loss_sum, self.loss_count = self.loss_sum + estimate.loss, self.loss_count + 1
         return estimate.loss
 
+    def valid(self, objective, windows:torch.Tensor)->float:
+        "Validation loss as the parameters are; SomaError when it is not finite."
+        loss = objective.mean_loss(self.theta, windows)
+        if not math.isfinite(loss): raise SomaError(f"update {self.update}: the validation loss is not finite; lower --lr or --eps")
+        return loss
+
     def judge(self, objective, windows:torch.Tensor)->dict:
         "Validation loss before this update, shown to the plateau rule; a line for the metrics."
-        valid, cfg = objective.mean_loss(self.theta, windows), self.cfg
-        if not math.isfinite(valid): raise SomaError(f"update {self.update}: the validation loss is not finite; lower --lr or --eps")
+        valid, cfg = self.valid(objective, windows), self.cfg
         if cfg.schedule == "plateau": self.plateau.look(self.update, valid, cfg)
         (lr, eps), loss = self.rates, self.loss_sum / self.loss_count if self.loss_count else None
         self.loss_sum, self.loss_count = 0.0, 0
@@ -133,7 +138,8 @@ def load_theta(folder)->tuple:
     tensors, meta = load_checkpoint(path)
     if meta.get("kind") != "run": raise SomaError(f"{folder}: its checkpoint is not of a training run")
     with as_written(path):
-        model, _, _ = ModelConfig(**meta["identity"]["model"]), TrainConfig(**meta["identity"]["train"]), meta["states"][0]["update"]
+        ident, model = meta["identity"], ModelConfig(**meta["identity"]["model"])
+        TrainConfig(**ident["train"]), ident["corpus"], meta["states"][0]["update"]   # what others will look for
         return pick(tensors, theta_shapes(model), "theta.", path), model, meta
 
 # %% ../nbs/08_train.ipynb #48c40272
@@ -304,7 +310,7 @@ def train(cfg:TrainConfig, model:ModelConfig,
         def step(update): return run.step(objective, batch(store, train_idx, run.cfg, update).to(device))
         def meta():
             check_finite([run])
-            if not math.isfinite(objective.mean_loss(run.theta, judged)): raise SomaError(f"update {run.update}: the validation loss is not finite; lower --lr or --eps")
+            run.valid(objective, judged)   # a checkpoint that cannot be judged is not written
             return dict(identity=ident, metrics_length=metrics.sync())
         try: advance(folder, [run], cfg.updates, judge, step, meta, checkpoint_every, report)
         except SomaError as e: raise SomaError(f"{e}; {folder} keeps its last good checkpoint") from None
@@ -392,7 +398,7 @@ def workers_running(jobs:list, workers:int, threads:int):
     pipes, ends = zip(*(ctx.Pipe(duplex=False) for _ in range(workers)))    # nothing is shared between workers, so none can be held up by another's death
     processes = [ctx.Process(target=_work, args=(numbered[w::workers], threads, end), daemon=True) for w, end in enumerate(ends)]
     to_stop = iter(processes)          # one iterator: even a stop that interrupts another asks nobody twice
-    def stop(signum=signal.SIGTERM):
+    def stop(signum=None):
         for p in to_stop: p.terminate()
     main = threading.current_thread() is threading.main_thread()
     old = signal.signal(signal.SIGINT, signal.SIG_IGN) if main else None     # inherited: no traceback from a worker that is still importing

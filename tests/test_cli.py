@@ -235,6 +235,12 @@ def test_damaged_checkpoints(damage, run, check_refused, check_works):
         path.write_bytes(good)
     for command in (SEED, TRAIN, GENERATE, INFO): check_works(*command)
 
+def test_info_of_whole_files_that_lack_something(run, check_refused):
+    again(Path("m/seed/checkpoint.safetensors"), lambda t, m: m.pop("identity"))
+    check_refused(["info", "m/seed"], "m/seed", "'identity'")
+    Path("m/clusters/shards.json").write_text("[1, 2]")
+    check_refused(["info", "m/clusters"], "m/clusters/shards.json")
+
 def test_metrics_cut_short(run, check_refused):
     cut(Path("m/seed/metrics.jsonl"))
     check_refused([*SEED, "--seed-updates", "30"], "metrics.jsonl", "shorter")

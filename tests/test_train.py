@@ -444,6 +444,7 @@ CRAFTED = {   # with a digest that fits; what is said, and what may use it all t
     "no identity": (lambda t, m: m.pop("identity"), "KeyError: 'identity'", "f"),
     "no model": (lambda t, m: m["identity"].pop("model"), "checkpoint", "f"),   # resuming says that its d is None, taking its parameters that there is no model
     "a model of another kind": (lambda t, m: m["identity"]["model"].update(heads=8), "heads", "f"),
+    "no corpus": (lambda t, m: m["identity"].pop("corpus"), "corpus", "f"),
     "no states": (lambda t, m: m.update(states=[]), "IndexError", ""),
     "a state of another kind": (lambda t, m: m.update(states=[7]), "TypeError", ""),
     "no plateau": (lambda t, m: m["states"][0].pop("plateau"), "plateau", "ft"),
