@@ -14,10 +14,11 @@ PYTHON ?= $(shell for need in '$(VENV);' ''; do for p in python3.13 python3.12 p
 demo: .venv/.ready
 	$(BIN)/soma demo
 
-# Notebooks first, as lessons; then the laws that cross them. One thread each: two processes that both want all cores crawl.
+# Notebooks first, as lessons; then the laws that cross them. One thread each, asleep while it waits: processes that spin on the same cores crawl.
 test: export OMP_NUM_THREADS = 1
 test: export MKL_NUM_THREADS = 1
 test: export OPENBLAS_NUM_THREADS = 1
+test: export OMP_WAIT_POLICY = PASSIVE
 test: .venv/.ready
 	$(call limit,600,$(BIN)/nbdev_test --n_workers 2 --do_print --timing)
 	$(BIN)/python -m pytest --durations=10

@@ -22,7 +22,7 @@ from torch import nn
 
 import soma.models as models
 from .core import COLORS, Key, ModelConfig, SomaError, atomic_write, make_dir, plot_style, provenance, write_json
-from .kernels import CpuObjective, library
+from .kernels import CpuObjective, kernel
 from .models import ExpertObjective, init_params, ops_per_token, ordered_sum
 from .probes import probe_family
 
@@ -119,7 +119,7 @@ def _compiled(f): return torch.compile(f, dynamic=False)
 class NoTableObjective(CpuObjective):
     "The compiled kernel without its table: the first layer's input projection is multiplied out at every byte."
     impl = "cpu, no table"
-    _library = staticmethod(lambda: library("-DTABLE=0"))
+    _kernel = staticmethod(lambda: kernel("-DTABLE=0"))
 
 RUNGS = (MezoObjective, VmapObjective, ExpertObjective, CompiledObjective, NoTableObjective, CpuObjective)
 
@@ -276,7 +276,7 @@ def bench(out="figures",   # folder of bench.csv, bench.svg, bench.json
           preset:str="small", report=print)->pd.DataFrame:
     "Check, time, summarise and write; the table."
     if preset not in CASES: raise SomaError(f"--preset {preset}: unknown; choose one of {', '.join(CASES)}")
-    library()   # a clear error now where there is no compiler
+    kernel()   # a clear error now where there is no compiler
     out, rows = make_dir(out), []
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     for case in CASES[preset]:

@@ -8,17 +8,21 @@ __all__ = ['V', 'PRESETS', 'STREAMS', 'COLORS', 'SomaError', 'ModelConfig', 'Tra
            'atomic_write', 'write_json', 'read_json', 'sha256_file', 'RunFolder', 'choose_device', 'set_threads',
            'provenance', 'plot_style']
 
-# %% ../nbs/00_core.ipynb #21c06eea
-import fcntl, hashlib, json, os, platform, subprocess, sys, time
+# %% ../nbs/00_core.ipynb #5d3913b0
+import os
+
+# %% ../nbs/00_core.ipynb #47761e1a
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # read when torch is loaded, here and in every process that is started from here
+os.environ.setdefault("MKL_CBWR", "AUTO,STRICT")     # the same bits for any number of threads
+
+# %% ../nbs/00_core.ipynb #07fc7959
+import fcntl, hashlib, json, platform, subprocess, sys, time
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
-
-# %% ../nbs/00_core.ipynb #5bbf124f
-os.environ.setdefault("MKL_CBWR", "AUTO,STRICT")  # the same bits for any number of threads; read when MKL first multiplies
 
 # %% ../nbs/00_core.ipynb #83f415cf
 class SomaError(Exception):
@@ -248,7 +252,9 @@ class RunFolder:
 # %% ../nbs/00_core.ipynb #a8d4ed30
 def choose_device(name:str="cpu")->torch.device:
     "A torch device that exists and knows float64, or a clear error: `cpu`, `cuda`, `cuda:1`."
-    try: device = torch.device(name); torch.zeros(1, device=device, dtype=torch.float64).item()
+    try: device = torch.device(name)
+    except RuntimeError: raise SomaError(f"--device {name}: unknown; use cpu, cuda or cuda:N (N counts from 0)") from None
+    try: torch.zeros(1, device=device, dtype=torch.float64).item()
     except Exception as e: raise SomaError(f"--device {name}: not available here ({str(e).splitlines()[0]}); try --device cpu") from None
     return device
 

@@ -60,13 +60,13 @@ class Ensemble:
         return torch.cat(out).numpy()
 
 # %% ../nbs/10_inference.ipynb #fa4a5121
-def load_model(folder, device:str="cpu")->Ensemble:
+def load_model(folder, device:str="cpu", impl:str="auto")->Ensemble:
     "One training folder, e.g. the seed's, as an ensemble of one."
     theta, model, meta = load_theta(folder)
-    return Ensemble([theta], model, tile=meta["identity"]["train"]["tile"], device=device)
+    return Ensemble([theta], model, tile=meta["identity"]["train"]["tile"], device=device, impl=impl)
 
 def load_ensemble(out,  # the run's folder, as given to --out
-                  N:int|None=None, device:str="cpu",
+                  N:int|None=None, device:str="cpu", impl:str="auto",
                  )->Ensemble:
     "The trained experts under a run's folder and their router. SomaError naming what is missing."
     run = RunFolder(out)
@@ -75,7 +75,7 @@ def load_ensemble(out,  # the run's folder, as given to --out
     if missing: raise SomaError(f"{run.expert(missing[0])}: expert {missing[0]} of {router.N} is not trained yet; run soma train --out {out}")
     loaded = [load_theta(run.expert(e)) for e in range(router.N)]
     if len({m for _, m, _ in loaded}) > 1: raise SomaError(f"{run.root}/experts: the experts have different shapes; train them again into another --out")
-    return Ensemble([theta for theta, _, _ in loaded], loaded[0][1], router, loaded[0][2]["identity"]["train"]["tile"], device=device)
+    return Ensemble([theta for theta, _, _ in loaded], loaded[0][1], router, loaded[0][2]["identity"]["train"]["tile"], device, impl)
 
 # %% ../nbs/10_inference.ipynb #eedb7d41
 class _Reader:

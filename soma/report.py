@@ -6,8 +6,8 @@
 __all__ = ['IDS', 'VERDICTS', 'COLUMNS', 'FIELDS', 'COST', 'COMMITTED', 'MARK', 'find_root', 'reported', 'from_paper',
            'mark_paper', 'format_rows', 'read_rows', 'Picture', 'render', 'markdown_table', 'code_cells',
            'parameters_of', 'code_hash', 'sources', 'drawing', 'manifest_faults', 'load_manifest', 'notebook_path',
-           'Run', 'Experiment', 'write_artifact', 'State', 'expected_parameters', 'state', 'check_drawing',
-           'check_artifact', 'check_notebook', 'check_reported', 'check', 'check_cost', 'known_preset', 'Job', 'plan',
+           'CachedRun', 'Experiment', 'write_artifact', 'State', 'expected_parameters', 'state', 'check_drawing',
+           'check_artifact', 'check_notebook', 'check_reported', 'check', 'check_cost', 'NotebookJob', 'plan',
            'duration', 'fits', 'ticking', 'run_notebook', 'redraw', 'reproduce_job', 'reproduce', 'listing', 'dry_run',
            'links', 'relink', 'artifact_table', 'readme', 'write_readme']
 
@@ -225,7 +225,7 @@ def load_manifest(root=None)->dict:
 def notebook_path(root, entry:dict)->Path: "Where an artifact's notebook is."; return Path(root)/"nbs/experiments"/f"{entry['notebook']}.ipynb"
 
 # %% ../nbs/14_report.ipynb #2c44fab5
-class Run(NamedTuple):
+class CachedRun(NamedTuple):
     "One finished run."
     id:str         # run id of its configuration
     value:object   # what `make` returned, as JSON gives it back
@@ -249,7 +249,7 @@ class Experiment:
             config,        # names the run completely: a dict or dataclass of JSON values
             make,          # folder -> a JSON value
             operations=0,  # arithmetic operations it takes, a multiply-add counted as two
-           )->Run:
+           )->CachedRun:
         "The value of `make`, computed once per configuration and source."
         id = run_id(config)
         folder = make_dir(self.runs/f"{id}-{run_id(self.source)[:8]}")
@@ -259,7 +259,7 @@ class Experiment:
             write_json(folder/"result.json", dict(config=as_config(config), value=value, seconds=round(time.perf_counter() - began, 3)))
         kept = read_json(folder/"result.json", "run")
         self.runs_done[folder] = (operations, kept["seconds"])
-        return Run(id, kept["value"], kept["seconds"], folder)
+        return CachedRun(id, kept["value"], kept["seconds"], folder)
 
     def tidy(self,
              artifact:str,  # id
@@ -408,7 +408,7 @@ def check(root=None,                 # the clone
          )->tuple:
     "The manifest against files, notebooks and parameter names; every picture redrawn from its CSV: (faults, notes), a line each."
     root = Path(root).resolve() if root else find_root()
-    known_preset(preset)
+    core.preset(preset)
     try: manifest = load_manifest(root)
     except SomaError as e: return [str(e)], []
     faults, notes, scopes, families = check_reported(root), [], {}, {}
@@ -431,12 +431,8 @@ def check_cost(root, ids:list, entry:dict, preset:str)->list:
     near = said["runs"] == counted["runs"] and abs(said["operations"] - counted["operations"]) <= 0.01 * counted["operations"]
     return [] if near else [f"{', '.join(ids)}: figures/manifest.yml says {said['runs']} runs and {said['operations']:.4g} operations at preset {preset}; it took {counted['runs']} and {counted['operations']:.6g}"]
 
-def known_preset(preset:str):
-    "A preset's name, or an error that names them all."
-    if preset not in PRESETS: raise SomaError(f"--preset {preset}: unknown; choose one of {', '.join(PRESETS)}")
-
 # %% ../nbs/14_report.ipynb #f78a55f7
-class Job(NamedTuple):
+class NotebookJob(NamedTuple):
     "One notebook to run."
     notebook:str
     ids:list      # the artifacts that are asked for
@@ -447,7 +443,7 @@ def plan(manifest:dict,
          preset:str,
         )->tuple:
     "(jobs, each after what it needs; a line for each id that cannot be made)."
-    known_preset(preset)
+    core.preset(preset)
     if "all" in ids: ids = [i for i in IDS if preset in manifest[i]["presets"]]
     wanted, faults = [], []
     def add(i):
@@ -460,7 +456,7 @@ def plan(manifest:dict,
         else: add(i)
     jobs = {}
     for i in wanted: jobs.setdefault(manifest[i]["notebook"], []).append(i)
-    return [Job(n, ids, manifest[ids[0]]) for n, ids in jobs.items()], faults
+    return [NotebookJob(n, ids, manifest[ids[0]]) for n, ids in jobs.items()], faults
 
 def _lacking(manifest:dict, i:str, preset:str)->str:
     "Why an artifact cannot be made at a preset; empty when it can."
@@ -473,7 +469,7 @@ def _lacking(manifest:dict, i:str, preset:str)->str:
 def duration(seconds:float)->str: "A time as a person says it."; return f"{seconds:.0f} s" if seconds < 90 else f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:,.0f} h"
 
 # %% ../nbs/14_report.ipynb #8976d299
-def fits(root, job:Job, preset:str):
+def fits(root, job:NotebookJob, preset:str):
     "The notebook is there and has the parameters that the manifest sets; an error otherwise."
     path = notebook_path(root, job.entry)
     if not path.exists(): raise SomaError(f"no notebook {path.relative_to(root)}")
@@ -491,7 +487,7 @@ def ticking(label:str, seconds:float):
         try: yield
         finally: stop.set(); thread.join()
 
-def run_notebook(root:Path, job:Job, preset:str):
+def run_notebook(root:Path, job:NotebookJob, preset:str):
     "Run a notebook by papermill at a preset; its executed copy goes to runs/reproduce. `SomaError` names the cell that failed."
     try:
         from papermill import execute_notebook
@@ -522,7 +518,7 @@ def redraw(root:Path, entry:dict, artifact:str, preset:str)->bool:
     write_artifact(folder, artifact, entry, (folder/f"{artifact}.csv").read_text(encoding="utf-8"), made, record)
     return True
 
-def reproduce_job(root:Path, manifest:dict, job:Job, preset:str, say)->list:
+def reproduce_job(root:Path, manifest:dict, job:NotebookJob, preset:str, say)->list:
     "Make one notebook's artifacts: skip, draw or run; a line for those that could not be made."
     def words(): return {i: state(root, manifest, i, preset).word for i in job.ids}
     cost, began = job.entry["presets"][preset], time.time()

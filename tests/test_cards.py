@@ -1,8 +1,7 @@
 "Every card says the same things in the same places, and what it says about files is true of the files that are there."
-import hashlib, json, re
+import re
 from pathlib import Path
 
-import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import yaml

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-import soma.cli, soma.data, soma.train
+import soma.cli, soma.commands, soma.data, soma.train
 from soma.core import SomaError
 from soma.data import Store, build_store
 from soma.routing import fit_router
@@ -34,7 +34,7 @@ def made(tmp_path_factory)->Path:
     home = tmp_path_factory.mktemp("made")
     with gzip.open(CARD, "rt", encoding="utf-8") as f: (home/"corpus.jsonl").write_text("".join(line for line, _ in zip(f, range(40))), encoding="utf-8")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(soma.cli, "run_jobs", one_after_another)
+        patch.setattr(soma.commands, "run_jobs", one_after_another)
         patch.chdir(home)
         assert call(*TRAIN, "--data", "corpus.jsonl") == 0
     return home
@@ -44,7 +44,7 @@ def fresh(made, tmp_path, monkeypatch)->Path:
     "A folder of its own, to work in, with the corpus."
     shutil.copy(made/"corpus.jsonl", tmp_path)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(soma.cli, "run_jobs", one_after_another)
+    monkeypatch.setattr(soma.commands, "run_jobs", one_after_another)
     return tmp_path
 
 @pytest.fixture
@@ -158,6 +158,11 @@ def test_bad_option_of_training(given, fresh, check_refused):
 @pytest.mark.parametrize("command", (TRAIN, SEED, EVAL, GENERATE), ids=lambda c: c[0])
 def test_a_device_that_is_not_here(command, run, check_refused): check_refused([*command, "--device", "cuda"], "--device cuda", "--device cpu")
 
+def test_tensorboard_that_is_not_installed(fresh, check_refused, monkeypatch):
+    for name in [n for n in sys.modules if n.startswith("torch.utils.tensorboard")]: monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "tensorboard", None)
+    for command in (SEED, TRAIN, ["demo", "--out", "m", "--figures", "f", *TINY]): check_refused([*command, "--data", "corpus.jsonl", "--tensorboard"], "--tensorboard", "pip install")
+
 USING = {
     ("generate", "-k 0"): "k", ("generate", "-k 9"): "k", ("generate", "--temperature -1"): "--temperature", ("generate", "--temperature nan"): "--temperature", ("generate", "--bytes -5"): "--bytes",
     ("generate", "--sample-seed -1"): "--sample-seed", ("generate", "--device banana"): "--device", ("generate", "--threads 0"): "--threads", ("generate", "two"): "two", ("generate", "--out nowhere"): "nowhere",
@@ -230,6 +235,12 @@ def test_damaged_checkpoints(damage, run, check_refused, check_works):
         path.write_bytes(good)
     for command in (SEED, TRAIN, GENERATE, INFO): check_works(*command)
 
+def test_info_of_whole_files_that_lack_something(run, check_refused):
+    again(Path("m/seed/checkpoint.safetensors"), lambda t, m: m.pop("identity"))
+    check_refused(["info", "m/seed"], "m/seed", "'identity'")
+    Path("m/clusters/shards.json").write_text("[1, 2]")
+    check_refused(["info", "m/clusters"], "m/clusters/shards.json")
+
 def test_metrics_cut_short(run, check_refused):
     cut(Path("m/seed/metrics.jsonl"))
     check_refused([*SEED, "--seed-updates", "30"], "metrics.jsonl", "shorter")
@@ -244,6 +255,11 @@ def test_a_finished_run_stays_as_it_is(run, check_works):
     before = tree("m")
     check_works(*SEED); check_works(*TRAIN)
     assert tree("m") == before
+
+def test_events_of_every_training(fresh, check_works):
+    pytest.importorskip("tensorboard", reason="tensorboard is not installed (pip install -e '.[tensorboard]')")
+    check_works(*TRAIN, "--data", "corpus.jsonl", "--tensorboard")
+    assert sorted(str(p.parent) for p in Path("m").rglob("events.out.tfevents.*")) == [f"m/{part}/tensorboard" for part in ("experts/0", "experts/1", "seed")]
 
 def test_a_seed_that_was_trained_on_after_its_experts(run, check_refused, check_works):
     check_works(*SEED, "--seed-updates", "22")
@@ -432,6 +448,26 @@ def stopped(argv, ready, signum, pause=0.3)->tuple:
 
 def updates(part)->int: return load_checkpoint(f"m/{part}/checkpoint.safetensors")[1]["states"][0]["update"]
 def begun(*parts): return lambda: all(p.exists() and p.stat().st_size > 0 for p in (Path("m")/part/"metrics.jsonl" for part in parts))
+
+PRESS = """
+import signal, sys
+class Press:
+    def find_spec(self, name, *rest):
+        if name == sys.argv[1]: signal.raise_signal(signal.SIGINT)
+sys.meta_path.insert(0, Press())
+from soma.cli import main
+sys.exit(main(sys.argv[2:]))
+"""
+
+@pytest.mark.parametrize("room", ("torch", "scipy.sparse", "soma.commands"))
+def test_ctrl_c_while_the_rooms_are_imported(room, fresh):
+    r = subprocess.run([sys.executable, "-c", PRESS, room, *TRAIN], capture_output=True, text=True)
+    assert (r.returncode, r.stdout, r.stderr) == (130, "", "soma: stopped\n") and not Path("m").exists()
+
+def test_what_needs_no_room_imports_none():
+    code = "import sys; from soma.cli import main\ntry: main(sys.argv[1:])\nexcept SystemExit as e: print(e.code, {m.split('.')[0] for m in sys.modules} & {'torch', 'numpy', 'scipy', 'sklearn', 'pandas', 'matplotlib'}, [m for m in sys.modules if m.startswith('soma.')])"
+    for argv, exit_code in ((["--version"], 0), (["train", "--help"], 0), (["train", "--bogus"], 2)):
+        assert subprocess.run([sys.executable, "-c", code, *argv], capture_output=True, text=True).stdout.splitlines()[-1] == f"{exit_code} set() ['soma.cli']"
 
 needs_proc = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="looks for processes in /proc")
 

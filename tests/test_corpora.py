@@ -1,5 +1,5 @@
 "Laws of the corpora room: the hub's layout in a folder and over HTTP, WikiText's counts, screens against plain versions, whole draws."
-import gzip, hashlib, json, os, subprocess, sys, textwrap, threading, unicodedata
+import hashlib, json, os, subprocess, sys, textwrap, threading, unicodedata
 from collections import Counter
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer

@@ -12,8 +12,8 @@ import torch
 
 import soma.data
 from soma.core import Key, PRESETS, SomaError, derive_seed
-from soma.data import (SPLITS, WINDOW, Corpus, Document, Shards, Store, batch, build_store, make_shards, read_documents, shipped_corpus, split_rank,
-                       split_thresholds, validation_windows)
+from soma.data import (SPLITS, Corpus, Document, Shards, Store, batch, build_store, make_shards, read_documents, shipped_corpus, split_rank,
+                       split_thresholds)
 
 CARD = Path(__file__).parents[1]/"data_cards"/"pd_small"
 

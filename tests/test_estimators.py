@@ -260,7 +260,7 @@ def unchanged(model, before): after = model.state_dict(); return after.keys() ==
 
 def by_hand(model, loss, key, directions, eps, batch, seed):
     "Losses [2, P] with the parameters really moved in a copy of the module, each under the same torch seed."
-    names, found = [n for n, p in model.named_parameters() if p.requires_grad], []
+    found = []
     layout = layout_of({n: p for n, p in model.named_parameters() if p.requires_grad})
     for sign in (1, -1):
         for j in directions:

@@ -1,5 +1,5 @@
 "The promise of exactness: a result depends on its inputs and the tile, not on chunks, threads, or what else is computed."
-import math
+import math, os, subprocess, sys
 
 import numpy as np
 import pytest
@@ -136,3 +136,9 @@ def test_ordered_sum_is_a_running_sum():
     stacked = {n: t if n == "E" else t[None] for n, t in init_params(ModelConfig(d=7, D=1, d_E=5), dtype=torch.float64).items()}
     tokens = token_losses(stacked, windows(4, 50)[None])
     assert window_losses(stacked, windows(4, 50)[None])[0].tolist() == [loop(row) / 50 for row in tokens[0]]
+
+@pytest.mark.skipif(sys.platform != "linux", reason="looks at what GNU OpenMP says of itself")
+def test_waiting_threads_sleep():
+    "Two programs on the same cores would otherwise wait for each other's waiting. What OpenMP says as it is loaded: ours unless the user has said something."
+    def said(**env): return subprocess.run([sys.executable, "-c", "import soma.core"], capture_output=True, text=True, env={k: v for k, v in os.environ.items() if k != "OMP_WAIT_POLICY"} | dict(OMP_DISPLAY_ENV="TRUE") | env).stderr
+    assert "OMP_WAIT_POLICY = 'PASSIVE'" in said() and "OMP_WAIT_POLICY = 'ACTIVE'" in said(OMP_WAIT_POLICY="ACTIVE")

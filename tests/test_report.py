@@ -1,5 +1,5 @@
 "The laws of figures and tables: a complete manifest, the paper's numbers as printed, and a runner and a check that notice what is missing, changed or wrong."
-import json, os, re, shutil, sys
+import json, re, shutil, sys
 from pathlib import Path
 
 import pandas as pd
@@ -10,7 +10,7 @@ from soma import report
 from soma.cli import main
 from soma.core import ModelConfig, SomaError
 from soma.models import count_body, count_ensemble
-from soma.report import IDS, Experiment, check, code_cells, dry_run, listing, load_manifest, manifest_faults, parameters_of, plan, read_rows, readme, reported, reproduce, sources, state
+from soma.report import IDS, check, code_cells, dry_run, listing, load_manifest, manifest_faults, parameters_of, plan, read_rows, readme, reported, reproduce, sources, state
 
 ROOT = Path(__file__).resolve().parents[1]
 MANIFEST = load_manifest(ROOT)

@@ -15,7 +15,7 @@ from soma.data import Shards, Store, batch, build_store, make_shards
 from soma.estimators import Estimate
 from soma.models import ExpertObjective, init_params
 from soma.probes import PROBES
-from soma.train import Job, Run, Stopped, TogetherJob, digest, load_checkpoint, load_kept, load_theta, read_metrics, run_jobs, step_together, train
+from soma.train import Job, Run, Stopped, TogetherJob, digest, finished, load_checkpoint, load_kept, load_theta, read_metrics, run_jobs, save_checkpoint, step_together, train
 
 MODEL = ModelConfig(d=8, D=1, d_E=8)
 CFG = TrainConfig(updates=7, P=2, B=2, T=8, lr=1e-2, eps=3e-3, schedule="plateau", patience=4, tolerance=10., judge_every=2, judge_windows=2, tile=4, head="delta")
@@ -294,6 +294,43 @@ def test_a_run_begun_again_has_its_own_result(home, tmp_path):
     go(home, tmp_path/"straight", replace(CFG, lr=2e-2))
     assert state(tmp_path/"again") == state(tmp_path/"straight")
 
+# ---- the same numbers for TensorBoard
+
+def events(folder)->dict:
+    "(tag, update) -> every value that the event files in a folder give it."
+    loader, found = pytest.importorskip("tensorboard.backend.event_processing.event_file_loader", reason="tensorboard is not installed (pip install -e '.[tensorboard]')"), {}
+    for file in folder.glob("events.out.tfevents.*"):
+        for e in loader.EventFileLoader(str(file)).Load():
+            for v in e.summary.value: found.setdefault((v.tag, e.step), []).append(v.tensor.float_val[0])
+    return found
+
+def metric_events(folder)->dict: return {(name, m["update"]): [float(np.float32(m[name]))] for m in read_metrics(folder) for name in ("valid", "loss", "lr", "eps") if m[name] is not None}
+
+def child_killed_with_events(home, out):
+    "Killed after update 5: the look at 4 has been written, and the last checkpoint is of 3."
+    def report(update, loss):
+        if update == 5: time.sleep(2); os.kill(os.getpid(), signal.SIGKILL)   # its writer has had time for the disk
+    from torch.utils import tensorboard
+    writer = tensorboard.SummaryWriter
+    tensorboard.SummaryWriter = lambda folder, flush_secs: writer(folder, flush_secs=0.1)
+    go(home, out/"run", report=report, tensorboard=True)
+
+def test_events_for_tensorboard(home, tmp_path):
+    pytest.importorskip("tensorboard", reason="tensorboard is not installed (pip install -e '.[tensorboard]')")
+    run = tmp_path/"run"
+    assert subprocess.run([sys.executable, __file__, "killed_with_events", home, tmp_path], stderr=subprocess.DEVNULL).returncode == -signal.SIGKILL
+    assert {u for _, u in events(run/"tensorboard")} == {0, 2, 4} and load_checkpoint(run/FILES[0])[1]["states"][0]["update"] == 3
+    with pytest.raises(Stopped): go(home, run, report=stop_at(4), tensorboard=True)
+    assert {u for _, u in events(run/"tensorboard")} == {0, 2}                              # the look at 4 is to come again
+    go(home, run, tensorboard=True)
+    go(home, tmp_path/"plain")
+    shutil.copytree(tmp_path/"plain", tmp_path/"after")
+    go(home, tmp_path/"after", tensorboard=True)                                            # of a run that has finished
+    for folder in (run, tmp_path/"after"):
+        assert events(folder/"tensorboard") == metric_events(tmp_path/"plain") and len(metric_events(folder)) == 4 * 4 - 1
+        shutil.rmtree(folder/"tensorboard")
+        assert state(folder) == state(tmp_path/"plain")
+
 # ---- values that are not finite
 
 @pytest.mark.parametrize("what", ["a parameter", "a moment", "the loss", "the validation loss"])
@@ -394,6 +431,40 @@ def test_damaged_checkpoint(home, done, tmp_path, name):
         one_line(e, tmp_path/"run", *words)
     assert snapshot(tmp_path/"run") == before
 
+def _lacking(name): return lambda t, m: t.pop(name)
+def _reshaped(name, change): return lambda t, m: t.update({name: change(t[name])})
+CRAFTED = {   # with a digest that fits; what is said, and what may use it all the same: resuming (r), taking its parameters (t), asking whether it has finished (f)
+    "a weight is missing": (_lacking("theta.blocks.0.w_hh"), "theta.blocks.0.w_hh is missing", "f"),
+    "the head is missing": (_lacking("theta.E"), "theta.E is missing", "f"),
+    "a moment is missing": (_lacking("adam.norm.v"), "adam.norm.v is missing", "ft"),
+    "a shape that broadcasts": (_reshaped("theta.norm", lambda t: t[:1].clone()), "theta.norm is torch.float32 [1], not floating point [8]", "f"),
+    "a wrong shape": (_reshaped("theta.E", lambda t: t[:, :4].clone()), "theta.E is torch.float32 [256, 4], not floating point [256, 8]", "f"),
+    "a moment of a wrong shape": (_reshaped("adam.norm.m", lambda t: t[None]), "adam.norm.m is torch.float32 [1, 8], not", "ft"),
+    "whole numbers": (_reshaped("theta.norm", lambda t: t.long()), "theta.norm is torch.int64 [8]", "f"),
+    "no identity": (lambda t, m: m.pop("identity"), "KeyError: 'identity'", "f"),
+    "no model": (lambda t, m: m["identity"].pop("model"), "checkpoint", "f"),   # resuming says that its d is None, taking its parameters that there is no model
+    "a model of another kind": (lambda t, m: m["identity"]["model"].update(heads=8), "heads", "f"),
+    "no corpus": (lambda t, m: m["identity"].pop("corpus"), "corpus", "f"),
+    "no states": (lambda t, m: m.update(states=[]), "IndexError", ""),
+    "a state of another kind": (lambda t, m: m.update(states=[7]), "TypeError", ""),
+    "no plateau": (lambda t, m: m["states"][0].pop("plateau"), "plateau", "ft"),
+    "no length of the metrics": (lambda t, m: m.pop("metrics_length"), "metrics_length", "ft"),
+}
+
+@pytest.mark.parametrize("name", CRAFTED)
+def test_a_whole_checkpoint_that_lacks_something(home, done, tmp_path, name):
+    change, word, fine = CRAFTED[name]
+    shutil.copytree(done, tmp_path/"run")
+    tensors, meta = load_checkpoint(tmp_path/"run"/FILES[0])
+    change(tensors, meta)
+    save_checkpoint(tmp_path/"run"/FILES[0], tensors, meta)
+    before = snapshot(tmp_path/"run")
+    for use, action in dict(r=lambda: go(home, tmp_path/"run", replace(CFG, updates=9)), t=lambda: load_theta(tmp_path/"run"), f=lambda: finished(tmp_path/"run")).items():
+        if use in fine: action(); continue
+        with pytest.raises(SomaError) as e: action()
+        one_line(e, tmp_path/"run", word)
+    assert snapshot(tmp_path/"run") == before
+
 def test_every_flipped_bit_is_noticed(done, tmp_path):
     "A bit of every fifth byte of the header and of every 211th of the tensors; what loads all the same must be the same."
     whole, path = (done/FILES[0]).read_bytes(), tmp_path/"x.safetensors"
@@ -485,6 +556,33 @@ def test_ctrl_c_in_a_terminal(home, tmp_path):
     job.run()
     assert state(tmp_path/"0") == alone(job, tmp_path/"alone")
 
+def child_orphan(home, out, signum, times):
+    "Once its worker is in the middle of update 4, this process is ended; the worker goes on alone."
+    def end_it():
+        while not (out/"0"/"ready").exists(): time.sleep(0.01)
+        for _ in range(times): os.kill(os.getpid(), signum); time.sleep(0.5)
+    os.setpgrp()
+    threading.Thread(target=end_it, daemon=True).start()
+    run_jobs(jobs(home, out, Left)[:1], workers=1, threads=1, show=False)
+
+@dataclass(frozen=True)
+class Left(Job):
+    "At update 4 it waits until its parent has ended."
+    def run(self, report):
+        def wait(update, loss):
+            if update == 4:
+                parent, until = os.getppid(), time.monotonic() + 60
+                (Path(self.out)/"ready").touch()
+                while os.getppid() == parent and time.monotonic() < until: time.sleep(0.01)
+            report(update, loss)
+        return super().run(wait)
+
+@pytest.mark.parametrize("signum, times", [(signal.SIGKILL, 1), (signal.SIGTERM, 2)], ids=("killed", "told twice"))
+def test_a_worker_without_its_parent_saves_and_leaves(home, tmp_path, signum, times):
+    r = subprocess.run([sys.executable, __file__, "orphan", home, tmp_path, str(int(signum)), str(times)], stderr=subprocess.PIPE, text=True, timeout=120)   # ends with the worker, which holds its stderr
+    assert r.returncode == -signum and "Traceback" not in r.stderr
+    assert load_checkpoint(tmp_path/"0"/FILES[0])[1]["states"][0]["update"] == 4
+
 # ---- experts in step
 
 @pytest.fixture(scope="module")
@@ -533,6 +631,16 @@ def test_in_step_by_the_sum_of_losses(home, tmp_path, starts):
     with pytest.raises(SomaError) as e: together(home, tmp_path/"own", starts[:1], "summed").run()
     one_line(e, "rule = own, not summed")
 
+@pytest.mark.parametrize("change, word", [(lambda t, m: t.pop("1/norm"), "1/norm is missing"), (lambda t, m: t.update({"0/E": t["0/E"][0].clone()}), "0/E is torch.float32 [8]"), (lambda t, m: m.pop("model"), "'model'")])
+def test_kept_parameters_that_lack_something(home, tmp_path, starts, change, word):
+    together(home, tmp_path/"own", starts[:2], "own", updates=4).run()
+    path = tmp_path/"own"/"kept-0000004.safetensors"
+    tensors, meta = load_checkpoint(path)
+    change(tensors, meta)
+    save_checkpoint(path, tensors, meta)
+    with pytest.raises(SomaError) as e: load_kept(tmp_path/"own", 4)
+    one_line(e, path, word)
+
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    globals()[f"child_{sys.argv[1]}"](*map(Path, sys.argv[2:]))
+    globals()[f"child_{sys.argv[1]}"](*(int(a) if a.isdigit() else Path(a) for a in sys.argv[2:]))
