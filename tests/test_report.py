@@ -349,11 +349,16 @@ def test_the_command_lists_plans_and_checks(clone, monkeypatch, capsys):
 
 @pytest.mark.parametrize("preset", ["smoke", "small", "paper"])
 def test_the_operations_of_fig04_are_counted_not_guessed(preset):
-    "2·T·P·B·F of Eq. 21 a body update, a multiply-add counted as two: one seed, four experts, then two arms of four experts for each seed."
+    "2·T·P·B·F of Eq. 21 a body update, a multiply-add counted as two: two seeds, four experts from each, then for each start and seed two arms of four experts, and scoring them."
+    from soma.core import PRESETS
     from soma.models import ops_per_token
-    entry = MANIFEST["fig04"]
+    entry, recipe = MANIFEST["fig04"], PRESETS[preset]
     p = report.expected_parameters(report.notebook_path(ROOT, entry), entry, preset)
-    update = 2 * p["T"] * p["P"] * p["B"] * ops_per_token(ModelConfig(d=p["d"], d_E=p["d"]))
-    updates = p["seed_updates"] + 4 * p["start_updates"] + 2 * len(p["seeds"]) * 4 * p["updates"]
-    assert entry["presets"][preset]["operations"] == pytest.approx(update * updates, rel=0.01)
-    if preset == "paper": assert 4 * 1_000 * update == pytest.approx(reported("fig04", root=ROOT).query("row == 'early' and column == 'operations per arm'").value.item(), rel=2e-3)
+    F, arms, scores = ops_per_token(ModelConfig(d=p["d"], d_E=p["d"])), (p["score_early"], p["score_late"]), 2 * len(p["seeds"])
+    seed, update = (2 * c.T * P * c.B * F for c, P in ((recipe.seed, recipe.seed.P), (recipe.expert, p["P"])))
+    documents = min(p["documents"], 323)   # test windows of pdmix
+    counted = seed * sum(p["seed_updates"]) + 4 * update * (sum(p["start_updates"]) + scores * sum(a[-1] for a in arms)) + 4 * scores * sum(map(len, arms)) * documents * 1024 * F
+    assert entry["presets"][preset]["operations"] == pytest.approx(counted, rel=1e-9)
+    if preset == "paper":
+        printed = reported("fig04", root=ROOT).query("column == 'operations per arm'").set_index("row").value
+        assert [4 * a[-1] * update for a in arms] == pytest.approx([printed["early"], printed["late"]], rel=2e-3)
