@@ -192,13 +192,16 @@ def test_flipped_bytes_of_parquet_never_crash(tmp_path):
         except SomaError as e: said += 1; assert "\n" not in str(e) and "a.parquet" in str(e)
     assert said > 20
 
+POOLS = []   # arrow's own threads may free what they have from a pool long after it is the default no more: a pool that is gone by then is a crash
+
 def test_memory_stays_small(tmp_path):
     n, size, default = 1000, 20_000, pa.default_memory_pool()                             # 20 MB
     with open(tmp_path/"big.jsonl", "w") as f: f.writelines(json.dumps(dict(text=text(i, size))) + "\n" for i in range(n))
     with open(tmp_path/"big.txt", "w") as f: f.writelines(text(i, size) + "\n\n" for i in range(n))
     pq.write_table(pa.table(dict(text=[text(i, size) for i in range(n)])), tmp_path/"big.parquet", row_group_size=100)
     for file in ("big.jsonl", "big.txt", "big.parquet"):
-        pa.set_memory_pool(pool := pa.proxy_memory_pool(default))
+        POOLS.append(pool := pa.proxy_memory_pool(default))
+        pa.set_memory_pool(pool)
         tracemalloc.start()
         store = build_store(tmp_path/file, tmp_path/f"{file}.store")
         store.sequences(np.arange(100)), store.windows("test")
