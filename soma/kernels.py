@@ -67,7 +67,7 @@ def build(*defines:str)->Path:
 
 # %% ../nbs/05_kernels.ipynb #4775aeb2
 _C = dict(i=ctypes.c_int, u=ctypes.c_uint32, l=ctypes.c_long, f=ctypes.c_float, p=ctypes.c_void_p)
-_CALLS = dict(soma_tiles="lp", soma_losses="iiipppll iuuuppl fpl pi", soma_combine="iii iuuuppl pi", soma_tokens="iii lppp ll pp ppi",
+_CALLS = dict(soma_tiles="lp", soma_losses="iiipppll iuuuppl fpl pi", soma_combine="iii iuuuppl pi", soma_tokens="iii lppp ll ppp ppi",
               soma_clean="iiipppll ppi", soma_site_losses="iiipppll pii uuu pl f pi", soma_site_sum="iii ll ii uuu pl ppi")
 
 @lru_cache(None)
@@ -122,18 +122,18 @@ class CpuObjective(ExpertObjective):
               len(directions), total, torch.get_num_threads())
         return total
 
-    def _tokens(self, thetas, windows, order, begin, hidden=False)->torch.Tensor:
-        "One call for all models, each with its own list of windows: losses [pairs, T], or decoder inputs [pairs, T, d_E]."
+    def _tokens(self, thetas, windows, order, begin, place=None, hidden=False)->torch.Tensor:
+        "One call for all models, each with its own list of windows: losses [pairs, T], pair i in row place[i], or decoder inputs [pairs, T, d_E]."
         flats, heads = [self.layout.flatten(t) for t in thetas], [t["E"].contiguous() for t in thetas]
         pointers = [(ctypes.c_void_p * len(thetas))(*(t.data_ptr() for t in ts)) for ts in (flats, heads)]
         n, T, windows = len(windows), windows.shape[1] - 1, windows.contiguous()
         out = torch.empty(len(order), T, self.cfg.d_E) if hidden else torch.empty(len(order), T)
-        _call(self._kernel(), "soma_tokens", *self._shape, len(thetas), *pointers, windows, n, T, order, begin, *((None, out) if hidden else (out, None)), torch.get_num_threads())
+        _call(self._kernel(), "soma_tokens", *self._shape, len(thetas), *pointers, windows, n, T, order, begin, place, *((None, out) if hidden else (out, None)), torch.get_num_threads())
         return out
 
     def _one(self, theta, windows, hidden=False):
         n = len(windows)
-        return self._tokens([theta], windows, torch.arange(n, dtype=torch.int32), torch.tensor([0, n]), hidden)
+        return self._tokens([theta], windows, torch.arange(n, dtype=torch.int32), torch.tensor([0, n]), hidden=hidden)
 
     def clean(self, theta, windows, key, noise="rademacher"):
         "As in `ExpertObjective`; replays begin at the perturbed layer."
@@ -148,11 +148,10 @@ class CpuObjective(ExpertObjective):
     def routed_losses(self, thetas, windows, routes):
         "As in `ExpertObjective`, grouped by expert: every expert's weights are read once for all its windows."
         if not all(_fast(t) for t in thetas): return super().routed_losses(thetas, windows, routes)
-        k = routes.shape[1]
         expert, pair = routes.flatten().sort(stable=True)
-        begin = torch.searchsorted(expert, torch.arange(len(thetas) + 1))
-        found = self._tokens(thetas, windows, (pair // k).int(), begin)
-        return torch.empty_like(found).index_copy_(0, pair, found).view(*routes.shape, -1)
+        used, count = expert.unique_consecutive(return_counts=True)
+        begin = torch.cat([count.new_zeros(1), count.cumsum(0)])
+        return self._tokens([thetas[e] for e in used], windows, (pair // routes.shape[1]).int(), begin, pair).view(*routes.shape, -1)
 
 # %% ../nbs/05_kernels.ipynb #0d35b2a3
 _FIELDS = ("norm1", "gates", "cell", "hidden", "middle", "norm2", "up", "active", "out")  # of a block, as in csrc/forward.h; then norm, read

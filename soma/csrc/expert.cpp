@@ -155,36 +155,40 @@ int soma_combine(int d, int D, int dE, int family, uint32_t seed, uint32_t step,
 }
 
 // Several models, each on its own list of windows: nats of every byte [pairs][T], and what the decoder reads [pairs][T][dE], where asked.
-// Pairs of model e are windows order[begin[e]] … order[begin[e+1] - 1].
+// Pairs of model e are windows order[begin[e]] … order[begin[e+1] - 1]; the nats of pair i become row place[i], or row i without places.
 int soma_tokens(int d, int D, int dE, long N, const float* const* thetas, const float* const* heads, const uint8_t* windows, long n, long T, const int32_t* order,
-                const int64_t* begin, float* losses, float* hidden, int threads) {
+                const int64_t* begin, const int64_t* place, float* losses, float* hidden, int threads) {
   return guarded([&] {
     const Shape s{d, D, dE};
     const Text text(windows, n, T);
-    struct Part { long model, first, step; };
-    std::vector<Part> parts;  // a model's tiles are dealt out only as far as there would be idle threads without
-    long busy = 0;
-    for (long e = 0; e < N; e++) busy += begin[e] < begin[e + 1];
-    for (long e = 0; e < N; e++) {
-      const long split = std::min(Tiles(begin[e + 1] - begin[e]).all(), std::max(1L, 4 * threads / std::max(1L, busy)));
-      for (long i = 0; i < split; i++) parts.push_back({e, i, split});
-    }
+    struct Part { long model, first, end; };  // tiles of a model
+    std::vector<Part> parts;
+    long all = 0;
+    for (long e = 0; e < N; e++) all += Tiles(begin[e + 1] - begin[e]).all();
+    const long most = std::max(1L, all / (8 * threads));
+    for (long e = 0; e < N; e++)
+      for (long i = 0, end = Tiles(begin[e + 1] - begin[e]).all(); i < end; i += most) parts.push_back({e, i, std::min(end, i + most)});
+    std::stable_sort(parts.begin(), parts.end(), [](const Part& a, const Part& b) { return a.end - a.first > b.end - b.first; });  // so that threads end together
     parallel((long)parts.size(), threads, [&](long job) {
       const Part& p = parts[job];
+      const long last = begin[p.model + 1];
       const Head head(heads[p.model], dE);
       Model m(s);
       m.load(thetas[p.model]);
       Table table(s, text.present);
       Array<vf> space(table_space(s));
       table.fill(m, head, text, space.get());
-      const Tiles tiles(begin[p.model + 1] - begin[p.model]);
-      for (long i = p.first; i < tiles.all(); i += p.step)
+      Array<float> rows(losses && place ? WIDEST * W * T : 0);
+      const Tiles tiles(last - begin[p.model]);
+      for (long i = p.first; i < p.end; i++)
         tiles.run(i, [&](auto nv, long first) {
           first += begin[p.model];
           Outputs out;
-          if (losses) out.token = losses + first * T;
+          if (losses) out.token = place ? rows.get() : losses + first * T;
           if (hidden) out.hidden = hidden + (size_t)first * T * dE;
-          forward<decltype(nv)::value>(s, m, head, table, text, order, first, begin[p.model + 1], out);
+          forward<decltype(nv)::value>(s, m, head, table, text, order, first, last, out);
+          if (losses && place)
+            for (long b = 0; b < std::min<long>(decltype(nv)::value * W, last - first); b++) memcpy(losses + place[first + b] * T, rows.get() + b * T, T * sizeof(float));
         });
     });
   });

@@ -160,11 +160,12 @@ template <int NV> struct Forward {
   }
   template <class A> static void INLINED add_powers(A& acc, vf (&sum)[NV]) {
     constexpr int N = sizeof acc / sizeof acc[0];
-    UNROLL for (int v = 0; v < NV; v++) {
-      vf part = vf{};
-      UNROLL for (int o = 0; o < N; o++) part += exp2_of(within(acc[o][v], 115.0f), 1.0f);
-      sum[v] += part;
-    }
+    UNROLL for (int first = 0; first < N; first += GO)  // by the group, so that a tile's width changes no bit
+      UNROLL for (int v = 0; v < NV; v++) {
+        vf part = vf{};
+        UNROLL for (int o = first; o < first + GO; o++) part += exp2_of(within(acc[o][v], 115.0f), 1.0f);
+        sum[v] += part;
+      }
   }
 
   // The score of each sequence's own next byte, in units of log 2.
