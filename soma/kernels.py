@@ -17,7 +17,7 @@ from .core import Key, ModelConfig, SomaError, STREAMS, V
 from .models import CHUNK, CleanPass, ExpertObjective, body_layout
 from .probes import NOISES, probe_family
 
-# %% ../nbs/05_kernels.ipynb #50cec7cb
+# %% ../nbs/05_kernels.ipynb #c963ea70
 _FLAGS = "-std=c++17 -O3 -fno-math-errno -fno-trapping-math -ffp-contract=fast -fPIC -shared -pthread -w".split()
 _NATIVE = ("-march=native", "-mcpu=native")  # x86 and most others; some compilers for ARM
 
@@ -65,7 +65,7 @@ def build(*defines:str)->Path:
     finally: Path(part).unlink(missing_ok=True)
     return path
 
-# %% ../nbs/05_kernels.ipynb #4775aeb2
+# %% ../nbs/05_kernels.ipynb #061261f7
 _C = dict(i=ctypes.c_int, u=ctypes.c_uint32, l=ctypes.c_long, f=ctypes.c_float, p=ctypes.c_void_p)
 _CALLS = dict(soma_tiles="lp", soma_losses="iiipppll iuuuppl fpl pi", soma_combine="iii iuuuppl pi", soma_tokens="iii lppp ll ppp ppi",
               soma_clean="iiipppll ppi", soma_site_losses="iiipppll pii uuu pl f pi", soma_site_sum="iii ll ii uuu pl ppi")
@@ -84,7 +84,7 @@ def _call(lib, name:str, *arguments):
     code = getattr(lib, name)(*(a.data_ptr() if isinstance(a, torch.Tensor) else a for a in arguments))
     if code: raise SomaError("out of memory in the CPU kernel; use fewer sequences at a time")
 
-# %% ../nbs/05_kernels.ipynb #b72f6b36
+# %% ../nbs/05_kernels.ipynb #09bf870a
 _FAMILIES = dict(rademacher=0, sparse_rademacher=1)  # drawn inside the kernel; 2: given
 
 def _fast(theta:dict)->bool: return all(t.dtype == torch.float32 and t.device.type == "cpu" for t in theta.values())
@@ -153,7 +153,7 @@ class CpuObjective(ExpertObjective):
         begin = torch.cat([count.new_zeros(1), count.cumsum(0)])
         return self._tokens([thetas[e] for e in used], windows, (pair // routes.shape[1]).int(), begin, pair).view(*routes.shape, -1)
 
-# %% ../nbs/05_kernels.ipynb #0d35b2a3
+# %% ../nbs/05_kernels.ipynb #97ea76d2
 _FIELDS = ("norm1", "gates", "cell", "hidden", "middle", "norm2", "up", "active", "out")  # of a block, as in csrc/forward.h; then norm, read
 _REPLAY = ("middle", "out")   # what a replay begins from
 
@@ -202,7 +202,7 @@ class CpuCleanPass(CleanPass):
         _call(kernel(), "soma_site_sum", self.cfg.d, self.cfg.D, self.cfg.d_E, self.B, self.T, *self._noise(number, draws), rewards.float().contiguous(), total, torch.get_num_threads())
         return self._unpack(total, K)
 
-# %% ../nbs/05_kernels.ipynb #9fb02525
+# %% ../nbs/05_kernels.ipynb #d436ab3e
 IMPLS = ("auto", "reference", "cpu")
 
 @lru_cache(None)
