@@ -341,6 +341,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/soma', 'doc_host': '', 'gi
                               'soma.kernels._fast': ('kernels.html#_fast', 'soma/kernels.py'),
                               'soma.kernels._processor': ('kernels.html#_processor', 'soma/kernels.py'),
                               'soma.kernels._run': ('kernels.html#_run', 'soma/kernels.py'),
+                              'soma.kernels._whole': ('kernels.html#_whole', 'soma/kernels.py'),
                               'soma.kernels.build': ('kernels.html#build', 'soma/kernels.py'),
                               'soma.kernels.expert_objective': ('kernels.html#expert_objective', 'soma/kernels.py'),
                               'soma.kernels.kernel': ('kernels.html#kernel', 'soma/kernels.py')},

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 import soma.core as core
-from .core import Key, ModelConfig, SomaError, STREAMS, V
+from .core import ModelConfig, STREAMS, SomaError, atomic_write, sha256_file
 from .models import CHUNK, CleanPass, ExpertObjective, body_layout
 from .probes import NOISES, probe_family
 
@@ -47,20 +47,26 @@ def _cache()->Path:
     try: folder.mkdir(parents=True, exist_ok=True); tempfile.TemporaryFile(dir=folder).close(); return folder
     except OSError: return Path(tempfile.mkdtemp(prefix="soma-"))
 
+def _whole(path:Path)->bool:
+    "Is the library there, as it was written? One that is cut short would end the process that loads it."
+    try: return path.with_suffix(".sha256").read_text() == sha256_file(path)
+    except OSError: return False
+
 def build(*defines:str)->Path:
     "Compile csrc/expert.cpp for this processor unless that was done before; the library's path. SomaError when it cannot be built."
     cxx, folder = _compiler(), Path(core.__file__).parent/"csrc"
     files = sorted(folder.glob("*.h")) + [folder/"expert.cpp"]
     name = "\n".join([*(f.read_text() for f in files), *cxx, _run([*cxx, "--version"]), *_FLAGS, *defines, _processor()])
     path = _cache()/f"expert-{hashlib.sha256(name.encode()).hexdigest()[:16]}.so"
-    if path.exists(): return path
+    if _whole(path): return path
     fd, part = tempfile.mkstemp(dir=path.parent, suffix=".part")
     os.close(fd)
     try:
         for i, native in enumerate(_NATIVE):
-            try: _run([*cxx, *_FLAGS, *defines, native, str(files[-1]), "-o", part]); break
+            try: _run([*cxx, *_FLAGS, native, *defines, str(files[-1]), "-o", part]); break
             except SomaError:
                 if i + 1 == len(_NATIVE): raise
+        atomic_write(path.with_suffix(".sha256"), sha256_file(part))
         os.replace(part, path)
     finally: Path(part).unlink(missing_ok=True)
     return path
@@ -72,10 +78,8 @@ _CALLS = dict(soma_tiles="lp", soma_losses="iiipppll iuuuppl fpl pi", soma_combi
 
 @lru_cache(None)
 def kernel(*defines:str)->ctypes.CDLL:
-    "The compiled kernel, loaded; a damaged file in the cache is built again."
-    path = build(*defines)
-    try: lib = ctypes.CDLL(str(path))
-    except OSError: path.unlink(missing_ok=True); lib = ctypes.CDLL(str(build(*defines)))
+    "The compiled kernel, loaded."
+    lib = ctypes.CDLL(str(build(*defines)))
     for name, types in _CALLS.items(): getattr(lib, name).argtypes = [_C[t] for t in types.replace(" ", "")]
     return lib
 
@@ -166,11 +170,11 @@ class CpuCleanPass(CleanPass):
     def run(self):
         "Fill `losses` [B, T]; `activations` are unpacked when asked for."
         self.windows, room = self.windows.contiguous(), torch.zeros(self.B, dtype=torch.int64)
-        self.tiles = room[:kernel().soma_tiles(self.B, room.data_ptr())].tolist()   # sequences that fit into each tile
+        self.tiles = room[:self.objective._kernel().soma_tiles(self.B, room.data_ptr())].tolist()   # sequences that fit into each tile
         self.flat, self.E, self.losses = body_layout(self.cfg).flatten(self.theta), self.theta["E"].contiguous(), torch.empty(self.B, self.T)
         self.fields = {n: torch.zeros(sum(self.tiles) * self.T * K) for n, K in self._fields().items()}
         self.pointers = (ctypes.c_void_p * len(self.fields))(*(t.data_ptr() for t in self.fields.values()))
-        _call(kernel(), "soma_clean", *self._model(), self.pointers, self.losses, torch.get_num_threads())
+        _call(self.objective._kernel(), "soma_clean", *self._model(), self.pointers, self.losses, torch.get_num_threads())
 
     def _model(self): return self.cfg.d, self.cfg.D, self.cfg.d_E, self.flat, self.E, self.windows, self.B, self.T
 
@@ -192,14 +196,14 @@ class CpuCleanPass(CleanPass):
         "As in `CleanPass`; with sigma 0, the clean losses bit for bit."
         number, K = self._site(site)
         out = torch.empty(len(draws), self.B, self.T)
-        _call(kernel(), "soma_site_losses", *self._model(), self.pointers, *self._noise(number, draws), sigma, out, torch.get_num_threads())
+        _call(self.objective._kernel(), "soma_site_losses", *self._model(), self.pointers, *self._noise(number, draws), sigma, out, torch.get_num_threads())
         return out
 
     def site_sum(self, site, draws, rewards):
         "As in `CleanPass`, in float32."
         number, K = self._site(site)
         total = torch.zeros(sum(self.tiles) * self.T * K)
-        _call(kernel(), "soma_site_sum", self.cfg.d, self.cfg.D, self.cfg.d_E, self.B, self.T, *self._noise(number, draws), rewards.float().contiguous(), total, torch.get_num_threads())
+        _call(self.objective._kernel(), "soma_site_sum", self.cfg.d, self.cfg.D, self.cfg.d_E, self.B, self.T, *self._noise(number, draws), rewards.float().contiguous(), total, torch.get_num_threads())
         return self._unpack(total, K)
 
 # %% ../nbs/05_kernels.ipynb #d436ab3e

@@ -282,7 +282,7 @@ class CleanPass:
                  key:Key,                # with site and draw, names the noise
                  noise:str="rademacher", # or "gaussian"
                 ):
-        self.cfg, self.chunk, self.theta, self.windows, self.key, self.noise = objective.cfg, objective.chunk, theta, windows, key, noise
+        self.objective, self.cfg, self.theta, self.windows, self.key, self.noise = objective, objective.cfg, theta, windows, key, noise
         self.B, self.T = windows.shape[0], windows.shape[1] - 1
         site_noise(noise, key, 0, torch.zeros(1, dtype=torch.long), 1, 1, 1)   # an unknown family is refused here
         self.run()
@@ -302,7 +302,7 @@ class CleanPass:
     def site_losses(self, site:str, draws:torch.Tensor, sigma:float)->torch.Tensor:
         "Nats of every byte with sigma times the noise of each draw (int64 [n]) at the site: [n, B, T]."
         (number, K), out = self._site(site), []
-        for part in draws.split(self.chunk):
+        for part in draws.split(self.objective.chunk):
             a = site_noise(self.noise, self.key, number, part, self.B, self.T, K, self.theta["norm"].dtype).mul_(sigma)
             def at(name, value, t=None): return value + (a if t is None else a[:, :, t]) if name == site else value
             out.append(self._losses(len(part), at))
