@@ -1,4 +1,4 @@
-# make demo · test · lab · reproduce · readme · docs · clean
+# make demo · test · lab · reproduce · bench · bench-gpu · readme · docs · clean
 # Each target first brings .venv up to date with pyproject.toml and constraints.txt.
 #   PYTHON=python3.12            another interpreter than the newest suitable one
 #   TORCH_INDEX=<address>        another build of torch (README: "Which build of torch")
@@ -9,7 +9,7 @@ VENV := import ensurepip, venv
 PYTHON ?= $(shell for need in '$(VENV);' ''; do for p in python3.13 python3.12 python3.11 python3; do \
 	$$p -c "$$need $(OLD)" >/dev/null 2>&1 && echo $$p && exit; done; done; echo python3)
 
-.PHONY: demo test lab reproduce readme docs clean
+.PHONY: demo test lab reproduce bench bench-gpu readme docs clean
 
 demo: .venv/.ready
 	$(BIN)/soma demo
@@ -29,6 +29,14 @@ lab: .venv/.ready
 # Figures and tables of the paper at the scale of two cores; what is made already is not run again.
 reproduce: .venv/.ready
 	$(BIN)/soma reproduce all --preset small
+
+# How fast the perturbed forward is here, beside what one would write instead: minutes, and nothing else should run.
+bench: .venv/.ready
+	$(BIN)/soma bench
+
+# The same for the GPU that is there: at most six minutes.
+bench-gpu: .venv/.ready
+	$(BIN)/python -c "from soma.gpu import bench_gpu; bench_gpu()"
 
 readme: .venv/.ready
 	$(BIN)/python -c "from soma.report import write_readme; write_readme('.')"

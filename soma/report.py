@@ -169,7 +169,7 @@ def sources(path)->dict:
         file = package/f"{name}.py"
         if name in rooms or name == "report" or not file.exists(): continue
         text = file.read_text(encoding="utf-8")
-        rooms[name] = code_hash(text)
+        rooms[name] = code_hash(text + "".join(f.read_text(encoding="utf-8") for f in sorted((package/"csrc").iterdir()) if name == "kernels"))
         todo |= _imports(text)
     own = "\n".join(source for tags, source in cells if not tags & {"parameters", "draw", "check"})
     return dict(notebook=code_hash(own), rooms=dict(sorted(rooms.items())))
