@@ -202,7 +202,7 @@ def _entry_faults(name:str, e, presets_of:dict)->list:
         need(preset in PRESETS, f"preset {preset!r}: must be one of {', '.join(PRESETS)}")
         fine = isinstance(p, dict) and set(p) == {"parameters", *COST} and isinstance(p["parameters"], dict)
         need(fine and all(isinstance(p[c], (int, float)) for c in COST), f"{preset}: must have parameters and the numbers {', '.join(COST)}")
-    need(presets_of.setdefault(e["notebook"], e["presets"]) == e["presets"] or not e["presets"], f"presets differ from those of another artifact of {e['notebook']}")
+    need(not e["presets"] or presets_of.setdefault(e["notebook"], e["presets"]) == e["presets"], f"presets differ from those of another artifact of {e['notebook']}")
     return found
 
 def manifest_faults(manifest)->list:
