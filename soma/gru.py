@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['GruConfig', 'gru_shapes', 'gru_layout', 'gru_init', 'gru_count', 'gru_ops_per_token', 'gru_probe_ops_per_token',
-           'gru_nearest_width', 'Stacked', 'LowRank', 'gru_forward', 'gru_zero_state', 'gru_token_losses',
+           'gru_nearest_width', 'Stacked', 'LowRank', 'gru_forward', 'gru_zero_state', 'gru_token_losses', 'gru_batch',
            'GruObjective']
 
 # %% ../nbs/04a_gru.ipynb #8bd00511
@@ -167,11 +167,16 @@ def gru_token_losses(w,                     # Stacked or LowRank: C models
     return torch.cat(nats, -1), state
 
 # %% ../nbs/04a_gru.ipynb #39a88482
-def _in_tiles(theta:dict, batch, tile:int)->tuple:
-    "Windows [K, tile, T+1] and states [D, K, tile, d] of a batch, the last tile padded with zeros; and how many windows are real."
+def gru_batch(theta:dict, batch)->tuple:
+    "(windows [n, T+1], state [D, n, d]) of a batch, which is windows or both; SomaError when the state does not fit."
     windows, state = batch if isinstance(batch, tuple) else (batch, gru_zero_state(theta, len(batch)))
     due = gru_zero_state(theta, len(windows)).shape
     if state.shape != due: raise SomaError(f"state of shape {list(state.shape)}: must be {list(due)}, a row of width {due[-1]} for each layer and window")
+    return windows, state
+
+def _in_tiles(theta:dict, batch, tile:int)->tuple:
+    "Windows [K, tile, T+1] and states [D, K, tile, d] of a batch, the last tile padded with zeros; and how many windows are real."
+    windows, state = gru_batch(theta, batch)
     parts = tiles(windows, tile)
     return parts, F.pad(state, (0, 0, 0, len(parts)*tile - len(windows))).unflatten(1, parts.shape[:2]), len(windows)
 

@@ -201,3 +201,8 @@ def test_mean_of_the_estimate_on_the_control():
         own = 2*G.shape[0] + 2*G.shape[1] + 3 if g.dim() == 2 else 1
         predicted = g.numel() * total + own * G.sum()
         assert measured == pytest.approx(predicted.item(), rel=0.3), name
+
+def test_the_compiled_control_asks_for_a_state_that_fits():
+    from soma.kernels import CpuGruObjective
+    cfg, windows = GruConfig(4, 2), torch.zeros(3, 5, dtype=torch.uint8)
+    with pytest.raises(SomaError, match=r"must be \[2, 3, 4\]"): CpuGruObjective(cfg).losses(gru_init(cfg), "rank1", Key(1), torch.arange(2), 0.1, (windows, torch.zeros(2, 3, 5)))

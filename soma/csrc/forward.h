@@ -144,30 +144,6 @@ template <int NV> struct Forward {
     keep(field(tile, l * FIELDS + F_OUT, t, d), x, d);
   }
 
-  // Σ 2^(z - shift) over the 256 scores z of each sequence, in units of log 2; shift is 0 unless the largest score is far from it.
-  void partition(const Head& head, vf (&sum)[NV], vf (&shift)[NV]) {
-    for (int v = 0; v < NV; v++) sum[v] = shift[v] = vf{};
-    matrix<NV>(head.packed.get(), V, s.dE, read, Zero(), [&](int, auto& acc) INLINED { add_powers(acc, sum); });
-    bool far = false;
-    for (int v = 0; v < NV; v++) far |= any(~((vi)(sum[v] < 0x1p100f) & (vi)(sum[v] > 0x1p-80f)));
-    if (!far) return;
-    for (int v = 0; v < NV; v++) sum[v] = vf{}, shift[v] = splat(-3e38f);
-    matrix<NV>(head.packed.get(), V, s.dE, read, Zero(), [&](int, auto& acc) INLINED { for (auto& z : acc) for (int v = 0; v < NV; v++) shift[v] = larger(z[v], shift[v]); });
-    matrix<NV>(head.packed.get(), V, s.dE, read, Zero(), [&](int, auto& acc) INLINED {
-      for (auto& z : acc) for (int v = 0; v < NV; v++) z[v] -= shift[v];
-      add_powers(acc, sum);
-    });
-  }
-  template <class A> static void INLINED add_powers(A& acc, vf (&sum)[NV]) {
-    constexpr int N = sizeof acc / sizeof acc[0];
-    UNROLL for (int first = 0; first < N; first += GO)  // by the group, so that a tile's width changes no bit
-      UNROLL for (int v = 0; v < NV; v++) {
-        vf part = vf{};
-        UNROLL for (int o = first; o < first + GO; o++) part += exp2_of(within(acc[o][v], 115.0f), 1.0f);
-        sum[v] += part;
-      }
-  }
-
   // The score of each sequence's own next byte, in units of log 2.
   void own_score(const Head& head, const uint8_t* target, vf (&score)[NV]) {
     const float* from[L];
@@ -186,11 +162,8 @@ template <int NV> struct Forward {
   void run(const Model& m, const Head& head, const Table* table, const Tile<NV>& tile, const Outputs& out) {
     memset((void*)state, 0, room);
     const int start = site ? site->stage() : 0, last = s.D * FIELDS;
-    vf mantissa[NV];
-    vi exponent[NV], broken[NV];
-    double rest[L] = {};   // of the sum: shifts less own scores, in units of log 2
+    Nats<NV> nats;
     const double poison = m.finite && head.finite ? 0.0 : NAN;
-    for (int v = 0; v < NV; v++) mantissa[v] = splat(1.0f), exponent[v] = broken[v] = vi{};
     for (long t = 0; t < tile.T; t++) {
       if (start == 0) embed(*table, tile.row.get() + t * L);
       else begin(tile, start, t);
@@ -205,25 +178,16 @@ template <int NV> struct Forward {
       if (out.hidden) show(out.hidden, tile, t);
       if (!out.sum && !out.token) continue;
       vf sum[NV], shift[NV], score[NV];
-      partition(head, sum, shift);
+      partition<NV>([&](auto take) INLINED { matrix<NV>(head.packed.get(), V, s.dE, read, Zero(), take); }, sum, shift);
       own_score(head, tile.target.get() + t * L, score);
-      float total[L], minus[L], own[L];
-      memcpy(total, sum, sizeof total), memcpy(minus, shift, sizeof minus), memcpy(own, score, sizeof own);
-      if (out.token) for (int b = 0; b < tile.used; b++) out.token[(size_t)b * tile.T + t] = (float)(LN2 * (std::log2((double)total[b]) + minus[b] - own[b]) + poison);
-      if (!out.sum) continue;
-      for (int b = 0; b < L; b++) rest[b] += (double)minus[b] - own[b];
-      for (int v = 0; v < NV; v++) {  // the product of all sums, as a mantissa and an exponent: one logarithm a sequence
-        broken[v] |= ~((vi)(sum[v] > 0.0f) & (vi)(sum[v] < 3e38f));
-        vi bits = (vi)(mantissa[v] * sum[v]);
-        exponent[v] += (bits >> 23) - 127;
-        mantissa[v] = (vf)((bits & 0x7FFFFF) | 0x3F800000);
+      if (out.token) {
+        float total[L], minus[L], own[L];
+        memcpy(total, sum, sizeof total), memcpy(minus, shift, sizeof minus), memcpy(own, score, sizeof own);
+        for (int b = 0; b < tile.used; b++) out.token[(size_t)b * tile.T + t] = (float)(LN2 * (std::log2((double)total[b]) + minus[b] - own[b]) + poison);
       }
+      if (out.sum) nats.add(sum, shift, score);
     }
-    if (!out.sum) return;
-    float scale[L];
-    int32_t power[L], bad[L];
-    memcpy(scale, mantissa, sizeof scale), memcpy(power, exponent, sizeof power), memcpy(bad, broken, sizeof bad);
-    for (int b = 0; b < tile.used; b++) out.sum[b] = bad[b] ? NAN : LN2 * (std::log2((double)scale[b]) + power[b] + rest[b]) + poison;
+    if (out.sum) for (int b = 0; b < tile.used; b++) out.sum[b] = nats.of(b) + poison;
   }
 
   // A replay's residual stream at byte t: what the clean pass had there, and the noise of an MLP's output.

@@ -157,6 +157,61 @@ INLINE vf cell(vf i, vf f, vf g, vf o, vf& c) {
   return (1.0f - xc) * reciprocal((1.0f + exp_minus(o)) * (1.0f + xc));
 }
 
+// ---- Loss --------------------------------------------------------------------------------------------------------------------------------------------
+
+template <int NV, class A> INLINE void add_powers(A& acc, vf (&sum)[NV]) {  // sum += Σ 2^z, by the group, so that a tile's width changes no bit
+  constexpr int N = sizeof acc / sizeof acc[0];
+  UNROLL for (int first = 0; first < N; first += GO)
+    UNROLL for (int v = 0; v < NV; v++) {
+      vf part = vf{};
+      UNROLL for (int o = first; o < first + GO; o++) part += exp2_of(within(acc[o][v], 115.0f), 1.0f);
+      sum[v] += part;
+    }
+}
+
+// Σ 2^(z - shift) over the 256 scores z of each sequence, in units of log 2; shift is 0 unless the largest score is far from it.
+// scores(take) hands every group of scores to take(first, acc).
+template <int NV, class Scores> INLINE void partition(Scores scores, vf (&sum)[NV], vf (&shift)[NV]) {
+  for (int v = 0; v < NV; v++) sum[v] = shift[v] = vf{};
+  scores([&](int, auto& acc) INLINED { add_powers<NV>(acc, sum); });
+  bool far = false;
+  for (int v = 0; v < NV; v++) far |= any(~((vi)(sum[v] < 0x1p100f) & (vi)(sum[v] > 0x1p-80f)));
+  if (!far) return;
+  for (int v = 0; v < NV; v++) sum[v] = vf{}, shift[v] = splat(-3e38f);
+  scores([&](int, auto& acc) { for (auto& z : acc) for (int v = 0; v < NV; v++) shift[v] = larger(z[v], shift[v]); });
+  scores([&](int, auto& acc) {
+    for (auto& z : acc) for (int v = 0; v < NV; v++) z[v] -= shift[v];
+    add_powers<NV>(acc, sum);
+  });
+}
+
+// Nats of each sequence, added over its bytes. The product of all sums is kept as a mantissa and an exponent: one logarithm a sequence.
+template <int NV> struct Nats {
+  static constexpr int L = NV * W;
+  vf mantissa[NV];
+  vi exponent[NV], broken[NV];
+  double rest[L] = {};  // shifts less own scores, in units of log 2
+  Nats() { for (int v = 0; v < NV; v++) mantissa[v] = splat(1.0f), exponent[v] = broken[v] = vi{}; }
+
+  void add(const vf (&sum)[NV], const vf (&shift)[NV], const vf (&score)[NV]) {
+    float minus[L], own[L];
+    memcpy(minus, shift, sizeof minus), memcpy(own, score, sizeof own);
+    for (int b = 0; b < L; b++) rest[b] += (double)minus[b] - own[b];
+    for (int v = 0; v < NV; v++) {
+      broken[v] |= ~((vi)(sum[v] > 0.0f) & (vi)(sum[v] < 3e38f));
+      vi bits = (vi)(mantissa[v] * sum[v]);
+      exponent[v] += (bits >> 23) - 127;
+      mantissa[v] = (vf)((bits & 0x7FFFFF) | 0x3F800000);
+    }
+  }
+  double of(int b) const {
+    float scale[L];
+    int32_t power[L], bad[L];
+    memcpy(scale, mantissa, sizeof scale), memcpy(power, exponent, sizeof power), memcpy(bad, broken, sizeof bad);
+    return bad[b] ? NAN : LN2 * (std::log2((double)scale[b]) + power[b] + rest[b]);
+  }
+};
+
 // ---- What depends on the byte alone -----------------------------------------------------------------------------------------------------------------
 
 // The bytes that occur in a batch, numbered; sequences side by side so that one byte of every lane is one read.

@@ -96,6 +96,9 @@ constexpr double LN2 = 0.6931471805599453;
 // exp(-scale · x), cut off where a sigmoid or tanh no longer feels it: three of them multiply to a finite number.
 INLINE vf exp_minus(vf x, float scale = 1.0f) { return exp2_of(within(x, 28.0f / scale), -LOG2E * scale); }
 
+INLINE vf sigmoid(vf x) { return reciprocal(1.0f + exp_minus(x)); }
+INLINE vf tanh_of(vf x) { vf e = exp_minus(x, 2.0f); return (1.0f - e) * reciprocal(1.0f + e); }
+
 // x · Φ(x), Φ(x) - 1/2 = x · Q(x²): a polynomial on |x| <= 5.5, beyond which Φ is 0 or 1 to 2e-8.
 INLINE vf gelu(vf x) {
   vf z = within(x, 5.5f), w = z * z * (2.0f / 30.25f) - 1.0f;

@@ -1,10 +1,12 @@
-// The perturbed forward of the paper's LSTM expert on a CPU: room 04's `Objective`, with nothing stacked. Notebook 05_kernels tells how and why.
-// vector.h: lanes and functions of them · random.h: Philox · model.h: packed weights and layers · noise.h: activation noise · forward.h: one tile.
+// The perturbed forward on a CPU: room 04's `Objective` for the paper's LSTM expert, and room 04a's for the EGGROLL control, with nothing stacked.
+// Notebook 05_kernels tells how and why. vector.h: lanes and functions of them · random.h: Philox · model.h: packed weights, layers, loss ·
+// noise.h: activation noise · forward.h: the expert on one tile · gru.h: the control on one tile.
 #include <atomic>
 #include <functional>
 #include <system_error>
 #include <thread>
 #include "forward.h"
+#include "gru.h"
 
 namespace {
 
@@ -255,6 +257,24 @@ int soma_site_sum(int d, int D, int dE, long B, long T, int number, int family, 
             }
         }
       }
+    });
+  });
+}
+
+// ---- The EGGROLL control ------------------------------------------------------------------------------------------------------------------------------
+
+// losses [S][P][B]: nats of each sequence, added over its T bytes, of member j at theta + sign · eps · (its rank-one noise); drawn [P][numbers] are the
+// members' factors. A lane is a pair (member, sequence); pairs run over sequences first.
+int soma_gru_losses(int d, int D, const float* theta, const uint8_t* windows, long B, long T, const float* before, const float* drawn, long P, float eps,
+                    const int32_t* signs, long S, double* losses, int threads) {
+  return guarded([&] {
+    const GruModel m(GruShape{d, D}, theta);
+    const long pairs = P * B;
+    Tiles(pairs).each(threads, S, [&](auto nv, long first, long sign) {
+      constexpr int NV = decltype(nv)::value;
+      auto pair = [&](int b) { return std::min(first + b, pairs - 1); };
+      Factors<NV> own(m.s.numbers(), drawn, [&](int b) { return pair(b) / B; });
+      gru_tile<NV>(m, own, eps * signs[sign], windows, B, T, before, (int)std::min<long>(NV * W, pairs - first), [&](int b) { return pair(b) % B; }, losses + sign * pairs + first);
     });
   });
 }
