@@ -50,6 +50,7 @@ struct Probes {  // what room 03 calls a family, a key and directions
   uint32_t stream;
   const int64_t* directions;
   const float* given;  // [P][M]
+  const std::vector<uint64_t>& gains;  // which of each 64 coordinates are gains
 
   // theta + step · z of direction j
   void perturb(const Shape& s, const float* theta, long j, float step, float* to) const {
@@ -57,10 +58,14 @@ struct Probes {  // what room 03 calls a family, a key and directions
     if (family == GIVEN) { for (size_t i = 0; i < M; i++) to[i] = theta[i] + step * given[j * M + i]; return; }
     for (size_t i = 0; i < M; i += 64) {
       Block b = block_of(key, family, stream, (uint32_t)(i / 64), (uint32_t)directions[j]);
-      for (size_t k = i; k < std::min(i + 64, M); k++) {
-        const float z = (b.plus >> (k - i) & 1) ? step : -step;
-        to[k] = (b.active >> (k - i) & 1) || s.gain(k) ? theta[k] + z : theta[k];
+      uint32_t size;
+      float z[64];
+      memcpy(&size, &step, sizeof size);
+      for (int k = 0; k < 64; k++) {
+        const uint32_t minus = (uint32_t)(~b.plus >> k & 1) << 31, on = -(uint32_t)((b.active | gains[i / 64]) >> k & 1), bits = (size ^ minus) & on;
+        memcpy(z + k, &bits, sizeof bits);
       }
+      for (size_t k = i; k < std::min(i + 64, M); k++) to[k] = theta[k] + z[k - i];
     }
   }
 };
@@ -111,7 +116,8 @@ int soma_losses(int d, int D, int dE, const float* theta, const float* E, const 
     const Text text(windows, B, T);
     const Head head(E, dE);
     const Tiles tiles(B);
-    const Probes probes{family, {seed, step}, stream, directions, given};
+    const std::vector<uint64_t> gains = s.gains();
+    const Probes probes{family, {seed, step}, stream, directions, given, gains};
     const long parts = std::min(tiles.all(), std::max(1L, 2 * threads / std::max(1L, S * P)));  // a model's tiles are dealt out when there are few models
     parallel(S * P * parts, threads, [&](long job) {
       const long part = job % parts, model = job / parts, j = model % P, sign = signs[model / P];
@@ -138,15 +144,14 @@ int soma_combine(int d, int D, int dE, int family, uint32_t seed, uint32_t step,
   return guarded([&] {
     const Shape s{d, D, dE};
     const size_t M = s.M();
+    const std::vector<uint64_t> gains = s.gains();
     const long chunk = 64;  // blocks of 64 coordinates in one job
     parallel((long)((M + 64 * chunk - 1) / (64 * chunk)), threads, [&](long job) {
       for (size_t i = job * 64 * chunk; i < std::min(M, (job + 1) * 64 * (size_t)chunk); i += 64) {
         double sum[64] = {};
-        uint64_t gains = 0;
-        for (size_t k = i; k < std::min(i + 64, M); k++) gains |= (uint64_t)s.gain(k) << (k - i);
         for (long j = 0; j < P; j++) {
           Block b = block_of({seed, step}, family, stream, (uint32_t)(i / 64), (uint32_t)directions[j]);
-          const uint64_t active = b.active | gains;
+          const uint64_t active = b.active | gains[i / 64];
           const double c[2] = {-coefficients[j], coefficients[j]}, on[2] = {0.0, 1.0};
           for (int k = 0; k < 64; k++) sum[k] += c[b.plus >> k & 1] * on[active >> k & 1];
         }

@@ -38,6 +38,11 @@ struct Shape {
     size_t r = i % block(), half = d + 8 * (size_t)d * d;
     return r < (size_t)d || (r >= half && r < half + d);
   }
+  std::vector<uint64_t> gains() const {  // the same as bits, 64 coordinates a word
+    std::vector<uint64_t> words(M() / 64 + 1);
+    for (size_t i = 0; i < M(); i++) words[i / 64] |= (uint64_t)gain(i) << (i % 64);
+    return words;
+  }
 };
 
 int groups(int outputs) { return (outputs + GO - 1) / GO; }
