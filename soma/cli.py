@@ -28,7 +28,7 @@ def _out(p): p.add_argument("--out", default="runs/mine", help="folder of the ru
 def _corpus(p): p.add_argument("--data", help="corpus: .txt, .jsonl, .jsonl.gz, .parquet, a folder, or hub:OWNER/NAME[@COMMIT]:CONFIG[:SPLIT] (default: the store in --out, else the shipped corpus)")
 
 def _machine(p):
-    p.add_argument("--impl", default="auto", help="how the forward is computed: auto (the fastest that works here), cpu (compiled) or reference (default: %(default)s)")
+    p.add_argument("--impl", default="auto", help="how the forward is computed: auto (the fastest that works here), cpu (compiled), triton (GPU) or reference (default: %(default)s)")
     p.add_argument("--device", default="cpu", help="cpu, cuda, cuda:1, … (default: %(default)s)")
     p.add_argument("--threads", type=int, help="CPU threads of each process (default: the cores, divided among workers)")
 
@@ -97,6 +97,7 @@ def parser()->argparse.ArgumentParser:
     p = add("bench", "run_bench", "Check every implementation of the perturbed forward, then time them side by side against the machine's matrix product.")
     p.add_argument("--out", default="figures", help="folder of bench.csv, bench.svg and bench.json (default: %(default)s)")
     p.add_argument("--preset", default="small", help="small (minutes, on a quiet machine) or smoke (seconds) (default: %(default)s)")
+    p.add_argument("--device", default="cpu", help="cpu, or cuda for the GPU's own page, bench_gpu.csv (default: %(default)s)")
     add("info", "info", "Say what is in a run's folder, a store, a router or a checkpoint.").add_argument("path", metavar="PATH", help="a run's --out folder, or a store, router or checkpoint in it")
     return top
 

@@ -22,6 +22,7 @@ from .core import COLORS, ModelConfig, Recipe, RunFolder, SomaError, TrainConfig
 from .corpora import open_source
 from .data import Shards, Store, build_store, make_shards, shipped_corpus
 from .evaluate import baselines, bootstrap, evaluate, format_table, paired_difference, plot_scores, save_figure, save_results, save_scores, shuffle_routes
+from .gpu import bench_gpu
 from .inference import check_sampling, generate, load_ensemble, load_model
 from .kernels import expert_objective
 from .models import CHUNK, count_body, init_params, ops_per_token
@@ -267,6 +268,7 @@ def reproduce_artifacts(args):
 # %% ../nbs/14a_commands.ipynb #b0b9c277
 def run_bench(args):
     "Check every implementation of the perturbed forward, then time them side by side against the machine's matrix product."
+    if choose_device(args.device).type != "cpu": bench_gpu(Path(args.out)/"bench_gpu.csv"); return say(f"table: {args.out}/bench_gpu.csv")
     bench(args.out, args.preset, report=say)
     say(f"table, picture and record: {args.out}/bench.csv, bench.svg, bench.json")
 

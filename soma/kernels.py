@@ -227,7 +227,7 @@ class CpuGruObjective(GruObjective):
         return torch.stack([rows[s] for s in signs])
 
 # %% ../nbs/05_kernels.ipynb #c2a60b7a
-IMPLS = ("auto", "reference", "cpu")
+IMPLS = ("auto", "reference", "cpu", "triton")
 
 @lru_cache(None)
 def _auto()->str:
@@ -243,6 +243,12 @@ def expert_objective(cfg:ModelConfig,
                     )->ExpertObjective:
     "The paper's expert as an objective, by the fastest implementation there is, or by the one that is named."
     if impl not in IMPLS: raise SomaError(f"--impl {impl}: unknown; choose one of {', '.join(IMPLS)}")
-    if impl == "auto": impl = _auto() if torch.device(device).type == "cpu" else "reference"
+    on_cpu = torch.device(device).type == "cpu"
+    if impl == "triton" or impl == "auto" and not on_cpu:
+        from soma.gpu import TritonObjective, available
+        if available() and not on_cpu: return TritonObjective(cfg, tile, chunk=chunk)
+        if impl == "triton": raise SomaError(f"--impl triton: {available().reason or 'needs --device cuda'}")
+        impl = "reference"
+    if impl == "auto": impl = _auto()
     if impl == "cpu": kernel()   # a clear error now, not later
     return dict(reference=ExpertObjective, cpu=CpuObjective)[impl](cfg, tile, chunk)
