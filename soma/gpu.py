@@ -6,7 +6,7 @@
 __all__ = ['jit', 'WIDE', 'PRECISIONS', 'PLANS', 'DRAWN', 'FLIGHT', 'LIMITS', 'COLUMNS', 'interpreted', 'Available', 'available',
            'Shape', 'padded_shape', 'places', 'Models', 'prepare', 'Plan', 'target', 'plan_for', 'TritonObjective',
            'tile_pairs', 'prepare_experts', 'grouped_token_losses', 'mixture_losses', 'Resources', 'resources',
-           'library_token_losses', 'check_precision', 'good_enough', 'bench_gpu']
+           'torch_token_losses', 'check_precision', 'good_enough', 'bench_gpu']
 
 # %% ../nbs/04b_gpu.ipynb #7ce01c52
 import json, os, re, subprocess, tempfile, time
@@ -654,7 +654,7 @@ def _measure(kernel)->Resources:
         return Resources(kernel.metadata.shared, int(usage[1]), int(usage[2]), len(re.findall(r"^\s+/\*[0-9a-f]{4,}\*/", tool("nvdisasm", "-c"), re.M)))
 
 # %% ../nbs/04b_gpu.ipynb #a2cf79f9
-def library_token_losses(cfg:ModelConfig, theta:dict, windows:torch.Tensor)->torch.Tensor:
+def torch_token_losses(cfg:ModelConfig, theta:dict, windows:torch.Tensor)->torch.Tensor:
     "Nats of every target byte of one model through torch's LSTM, with TF32 off: uint8 [n, T+1] -> [n, T]."
     norm = lambda x, gain: F.layer_norm(x, (cfg.d,), gain)
     with torch.no_grad(), torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
@@ -721,7 +721,7 @@ def _bench_inference(N:int, precision:str, batches:tuple, row, deadline:float):
         windows, rank = _windows(n, 1024, 3).pin_memory(), Key(4).uniform("sample", torch.arange(n*N)).view(n, N)
         routes = rank.argsort(1)[:, :k].numpy()
         ways = {f"triton {precision}": lambda: mixture_losses(models, windows.cuda(), routes)}
-        if N <= 2: ways["cuDNN"] = lambda: -sum(library_token_losses(model, theta, windows.cuda()).double().neg().exp() for theta in thetas).div(N).log()
+        if N <= 2: ways["cuDNN"] = lambda: -sum(torch_token_losses(model, theta, windows.cuda()).double().neg().exp() for theta in thetas).div(N).log()
         for method, f in ways.items():
             torch.cuda.reset_peak_memory_stats()
             seconds = _seconds(f)

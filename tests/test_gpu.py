@@ -107,9 +107,9 @@ routes[:, 1][rng == 2] = 0   # expert 3 gets few pairs
 models = prepare_experts(cfg, experts)
 window, expert = np.repeat(np.arange(37), 2), routes.reshape(-1)
 each = grouped_token_losses(models, windows, window, expert)
-alone = torch.stack([library_token_losses(cfg, experts[e], windows[w][None])[0] for w, e in zip(window, expert)])
+alone = torch.stack([torch_token_losses(cfg, experts[e], windows[w][None])[0] for w, e in zip(window, expert)])
 mixed = mixture_losses(models, windows, routes)
-p = sum(torch.stack([library_token_losses(cfg, experts[r[i]], w[None])[0] for w, r in zip(windows, routes)]).double().neg().exp() for i in range(2)) / 2
+p = sum(torch.stack([torch_token_losses(cfg, experts[r[i]], w[None])[0] for w, r in zip(windows, routes)]).double().neg().exp() for i in range(2)) / 2
 of_tile, place = tile_pairs(expert, 16)
 needed = sum(-(-int((expert == e).sum()) // 16) for e in set(expert.tolist()))
 print(json.dumps([(each - alone).abs().max().item(), (mixed - p.log().neg()).abs().max().item(), len(of_tile) == needed, len(set(place.tolist())) == 74,
