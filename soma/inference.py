@@ -53,12 +53,15 @@ class Ensemble:
                      routes:np.ndarray,  # int [n, k]: the experts of each window
                     )->np.ndarray:
         "Nats of every target byte under the averaged prediction (Eq. 1): float64 [n, T]. An expert stands at most once in a route."
-        windows, routes, out = torch.from_numpy(np.array(windows)).to(self.device), torch.from_numpy(np.array(routes)).to(self.device), []
-        block = max(1, PAIRS // routes.shape[1])
+        windows, routes = torch.from_numpy(np.array(windows)).to(self.device), torch.from_numpy(np.array(routes)).to(self.device)
+        out, k = [], routes.shape[1]
+        block = max(1, PAIRS // k)
         for some, chosen in zip(windows.split(block), routes.split(block)):
-            nats = self.objective.routed_losses(self.thetas, some, chosen)
-            for piece in nats.split(PIECE): out.append(-(sum(piece.double().neg_().exp_().unbind(1)) / routes.shape[1]).log_().cpu())
-        return torch.cat(out).numpy()
+            nats = self.objective.routed_losses(self.thetas, some, chosen).cpu().numpy()
+            for i in range(0, len(nats), PIECE):
+                p = np.exp(-nats[i:i + PIECE].astype(np.float64))
+                out.append(-np.log(sum(p[:, j] for j in range(k)) / k))
+        return np.concatenate(out)
 
 # %% ../nbs/10_inference.ipynb #fa4a5121
 def load_model(folder, device:str="cpu", impl:str="auto")->Ensemble:
