@@ -73,6 +73,13 @@ def test_what_is_not_finite_is_never_hidden(name, bad):
     losses = CpuObjective(cfg).losses(theta, "rademacher", KEY, torch.arange(2), 1e-3, text(5, 4))
     assert not losses.isfinite().any() and not CpuObjective(cfg).token_losses(theta, text(5, 4)).isfinite().any()
 
+@pytest.mark.parametrize("scale", [1e20, 1e30])
+def test_weights_that_overflow_are_never_hidden(scale):
+    cfg = ModelConfig(8, 2, 8)
+    theta = {n: t * scale if n.startswith("blocks") and "norm" not in n else t for n, t in init_params(cfg).items()}
+    assert not CpuObjective(cfg).losses(theta, "rademacher", KEY, torch.arange(2), 1e-3, text(5, 4)).isfinite().any()
+    assert not CpuObjective(cfg).token_losses(theta, text(5, 4)).isfinite().any()
+
 def test_other_precisions_take_the_reference_path():
     cfg, windows = ModelConfig(8, 1, 8), text(3, 5)
     theta = exactly(init_params(cfg))

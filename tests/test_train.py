@@ -274,7 +274,7 @@ def test_every_setting_matters(home, tmp_path):
     "The variants above, another expert, stream, seed or decay: all end in different weights, so none is ignored."
     runs = {name: (replace(ODD, **v), 0) for name, v in VARIANTS.items()} | dict(expert=(ODD, 1), stream=(replace(ODD, stream="other"), 0), seed=(replace(ODD, seed=2), 0), decay=(replace(ODD, weight_decay=0.1), 0))
     for name, (cfg, expert) in runs.items(): go(home, tmp_path/name, replace(cfg, updates=2), WIDE, expert)
-    assert len({load_checkpoint(tmp_path/n/FILES[0])[0]["theta.blocks.0.w_hh"].numpy().tobytes() for n in runs}) == len(runs) == 10
+    assert len({load_checkpoint(tmp_path/n/FILES[0])[0]["theta.blocks.0.w_hh"].numpy().tobytes() for n in runs}) == len(runs) == 12
 
 def test_a_finished_run_goes_on_at_its_first_horizon(home, tmp_path):
     cfg = replace(CFG, schedule="cosine")

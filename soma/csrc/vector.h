@@ -109,13 +109,14 @@ INLINE vf gelu(vf x) {
   return x * (z * q + 0.5f);
 }
 
-// 1/√x, rounded twice.
+// 1/√x, rounded twice; not a number where x is infinite, so that an overflow shows.
 INLINE vf inverse_root(vf x) {
+  const vf overflow = x - x;
   float f[W];
   memcpy(f, &x, sizeof f);
   for (int i = 0; i < W; i++) f[i] = 1.0f / std::sqrt(f[i]);
   memcpy(&x, f, sizeof f);
-  return x;
+  return x + overflow;
 }
 
 // Does a comparison hold in any lane?
