@@ -249,7 +249,7 @@ def draw_bench(table:pd.DataFrame)->Figure:
                   xerr=[x - low[bars.method].values / 1e9, high[bars.method].values / 1e9 - x], error_kw=dict(lw=1))
         for i, v in enumerate(x): left.text(v, i + 0.42, f"{v:.1f}", fontsize=8)
         left.axvline(ladder[ladder.method == "sgemm"].value.astype(float).item() / 1e9, color="k", lw=1, ls="--", label="matrix product, same threads")
-        left.set(yticks=range(len(x)), yticklabels=bars.method, xlabel="billion operations a second", title=f"The same losses, {ladder.run_id.iloc[0]}")
+        left.set(yticks=range(len(x)), yticklabels=bars.method, xlabel=f"billion operations a second: {ladder.run_id.iloc[0]}", title="The same losses, in six ways" if len(x) == 6 else "The same losses")
         left.grid(axis="y", visible=False); left.invert_yaxis(); left.legend(fontsize=8)
         right.bar(range(len(over)), over.value.astype(float), color=COLORS[1], width=0.6)
         right.axhline(1, color="k", lw=1, ls="--")
