@@ -182,7 +182,7 @@ def compiled(*cases):
     "What the forward kernel asks of each card, and the card's limits."
     return run(f"import json; from soma.core import ModelConfig; from soma.gpu import *; print(json.dumps([(resources(c, ModelConfig(d), p, t), LIMITS[c]) for c, p, d, t in {cases!r}]))", False)
 
-def fits(found):
+def check_fits(found):
     (shared, registers, stack, code), (kib, most) = found
     assert 1000 < code < 30_000
     assert shared <= kib*1024 and registers <= most and stack == 0
@@ -204,8 +204,8 @@ print(json.dumps(found))
     assert len(r) == 4 and all(stack == 0 and registers <= 255 and code > 100 for shared, registers, stack, code in r)
 
 @pytest.mark.parametrize("card", CARDS)
-def test_the_training_kernel_fits_the_card_and_spills_nothing(training, card): fits(training[card])
+def test_the_training_kernel_fits_the_card_and_spills_nothing(training, card): check_fits(training[card])
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", MORE, ids=lambda c: "-".join(map(str, c)))
-def test_every_plan_fits_its_card_and_spills_nothing(case): fits(compiled(case)[0])
+def test_every_plan_fits_its_card_and_spills_nothing(case): check_fits(compiled(case)[0])
