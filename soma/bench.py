@@ -166,6 +166,16 @@ def _sgemm(n:int=1536)->tuple:
     a, b = torch.randn(n, n), torch.randn(n, n)
     return (lambda: a @ b), 2 * n**3
 
+def _interleaved(case:Case, label:str, tasks:dict)->list:
+    "Tidy rows: seconds of every repetition of every task, name -> (function, operations), after one that is not timed."
+    before = torch.get_num_threads()
+    torch.set_num_threads(case.threads)
+    try:
+        for f, _ in tasks.values(): f()
+        return [dict(case=label, d=case.d, threads=case.threads, method=name, rep=rep, seconds=s, operations=ops)
+                for rep in range(case.reps) for name, (f, ops) in tasks.items() for s in [_seconds(f)]]
+    finally: torch.set_num_threads(before)
+
 def time_case(case:Case)->list:
     "Tidy rows: seconds of every repetition of every implementation and of the matrix product, interleaved."
     cfg, windows = ModelConfig(case.d, 2, case.d_E), _text(case.B, case.T)
@@ -174,13 +184,7 @@ def time_case(case:Case)->list:
     check(objectives, cfg)
     tasks = {o.impl: (lambda o=o: o.losses(theta, "sparse_rademacher", Key(1), directions, 1e-3, windows), 2*case.P*case.B*case.T*ops_per_token(cfg)) for o in objectives}
     tasks["sgemm"] = _sgemm()
-    before = torch.get_num_threads()
-    torch.set_num_threads(case.threads)
-    try:
-        for f, _ in tasks.values(): f()
-        return [dict(case=case.label, d=case.d, threads=case.threads, method=name, rep=rep, seconds=s, operations=ops)
-                for rep in range(case.reps) for name, (f, ops) in tasks.items() for s in [_seconds(f)]]
-    finally: torch.set_num_threads(before)
+    return _interleaved(case, case.label, tasks)
 
 # %% ../nbs/05a_bench.ipynb #5b3b8969
 def time_noise(case:Case)->list:
@@ -191,13 +195,7 @@ def time_noise(case:Case)->list:
     tasks = {f"{site}, {noise}": (lambda c=c, site=site: c.site_losses(f"blocks.0.{site}", draws, 0.1)) for noise, c in passes.items() for site in ("gates", "hidden")}
     many = torch.arange(len(windows)).repeat(case.P)
     tasks["no noise"] = lambda: objective.token_losses(theta, windows[many])
-    before = torch.get_num_threads()
-    torch.set_num_threads(case.threads)
-    try:
-        for f in tasks.values(): f()
-        return [dict(case=f"{case.label}, noise at a site", d=case.d, threads=case.threads, method=name, rep=rep, seconds=s, operations=case.P*case.B*case.T*ops_per_token(cfg))
-                for rep in range(case.reps) for name, f in tasks.items() for s in [_seconds(f)]]
-    finally: torch.set_num_threads(before)
+    return _interleaved(case, f"{case.label}, noise at a site", {name: (f, case.P*case.B*case.T*ops_per_token(cfg)) for name, f in tasks.items()})
 
 # %% ../nbs/05a_bench.ipynb #01e8fd4e
 def accuracy(cfg:ModelConfig, B:int=64, T:int=256, P:int=4)->dict:

@@ -92,6 +92,8 @@ def _call(lib, name:str, *arguments):
 # %% ../nbs/05_kernels.ipynb #09bf870a
 _FAMILIES = dict(rademacher=0, sparse_rademacher=1)  # drawn inside the kernel; 2: given
 
+def _bytes(windows)->torch.Tensor: "Windows as the kernel reads them, whatever integers they came in."; return windows.to(torch.uint8).contiguous()
+
 def _fast(theta:dict)->bool: return all(t.dtype == torch.float32 and t.device.type == "cpu" for t in theta.values())
 
 class CpuObjective(ExpertObjective):
@@ -105,7 +107,7 @@ class CpuObjective(ExpertObjective):
     def losses(self, theta, probes, key, directions, eps, batch, signs=(1, -1)):
         "As in `Objective`; nothing is stacked."
         if not _fast(theta): return super().losses(theta, probes, key, directions, eps, batch, signs)
-        flat, E, windows = self.layout.flatten(theta), theta["E"].contiguous(), batch.contiguous()
+        flat, E, windows = self.layout.flatten(theta), theta["E"].contiguous(), _bytes(batch)
         moving = torch.tensor(list(dict.fromkeys(signs)), dtype=torch.int32)
         known, (B, width) = probes in _FAMILIES, windows.shape
         draw, parts = probe_family(probes), directions.split(len(directions) if known else max(1, self.chunk))
@@ -131,7 +133,7 @@ class CpuObjective(ExpertObjective):
         "One call for all models, each with its own list of windows: losses [pairs, T], pair i in row place[i], or decoder inputs [pairs, T, d_E]."
         flats, heads = [self.layout.flatten(t) for t in thetas], [t["E"].contiguous() for t in thetas]
         pointers = [(ctypes.c_void_p * len(thetas))(*(t.data_ptr() for t in ts)) for ts in (flats, heads)]
-        n, T, windows = len(windows), windows.shape[1] - 1, windows.contiguous()
+        n, T, windows = len(windows), windows.shape[1] - 1, _bytes(windows)
         out = torch.empty(len(order), T, self.cfg.d_E) if hidden else torch.empty(len(order), T)
         _call(self._kernel(), "soma_tokens", *self._shape, len(thetas), *pointers, windows, n, T, order, begin, place, *((None, out) if hidden else (out, None)), torch.get_num_threads())
         return out
@@ -160,7 +162,6 @@ class CpuObjective(ExpertObjective):
 
 # %% ../nbs/05_kernels.ipynb #97ea76d2
 _FIELDS = ("norm1", "gates", "cell", "hidden", "middle", "norm2", "up", "active", "out")  # of a block, as in csrc/forward.h; then norm, read
-_REPLAY = ("middle", "out")   # what a replay begins from
 
 class CpuCleanPass(CleanPass):
     "As `CleanPass`, by the compiled kernel: replays begin at the perturbed layer."
@@ -170,7 +171,7 @@ class CpuCleanPass(CleanPass):
 
     def run(self):
         "Fill `losses` [B, T]; `activations` are unpacked when asked for."
-        self.windows, room = self.windows.contiguous(), torch.zeros(self.B, dtype=torch.int64)
+        self.windows, room = _bytes(self.windows), torch.zeros(self.B, dtype=torch.int64)
         self.tiles = room[:self.objective._kernel().soma_tiles(self.B, room.data_ptr())].tolist()   # sequences that fit into each tile
         self.flat, self.E, self.losses = body_layout(self.cfg).flatten(self.theta), self.theta["E"].contiguous(), torch.empty(self.B, self.T)
         self.fields = {n: torch.zeros(sum(self.tiles) * self.T * K) for n, K in self._fields().items()}
@@ -215,8 +216,8 @@ class CpuGruObjective(GruObjective):
     def losses(self, theta, probes, key, directions, eps, batch, signs=(1, -1)):
         "As in `Objective`; members beside each other change no bit."
         if probes != "rank1" or not _fast(theta): return super().losses(theta, probes, key, directions, eps, batch, signs)
-        windows, state = (x.contiguous() for x in gru_batch(theta, batch))
-        flat = self.layout.flatten(theta)
+        windows, state = gru_batch(theta, batch)
+        windows, state, flat = _bytes(windows), state.float().contiguous(), self.layout.flatten(theta)
         B, T, moving, found = len(windows), windows.shape[1] - 1, torch.tensor(list(dict.fromkeys(signs)), dtype=torch.int32), []
         for part in directions.split(max(self.chunk, self.members)):
             drawn = torch.cat([torch.cat(f, 1) if isinstance(f, tuple) else f for f in rank1_factors(self.layout, key, part).values()], 1).contiguous()

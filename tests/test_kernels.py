@@ -93,6 +93,7 @@ def test_tensors_that_do_not_lie_in_order():
     wide = torch.zeros(9, 26, dtype=torch.uint8); wide[:, ::2] = windows
     ask = lambda t, w: CpuObjective(cfg).losses(t, "sparse_rademacher", KEY, torch.arange(5)[::2], 1e-3, w)
     assert torch.equal(ask(strided, wide[:, ::2]), ask(theta, windows))
+    assert torch.equal(ask(theta, windows.long()), ask(theta, windows)) and torch.equal(CpuObjective(cfg).token_losses(theta, windows.int()), CpuObjective(cfg).token_losses(theta, windows))
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="builds for other x86 processors")
 @pytest.mark.parametrize("target", ["x86-64", "haswell"])
