@@ -10,7 +10,7 @@ from soma import report
 from soma.cli import main
 from soma.core import ModelConfig, SomaError
 from soma.models import count_body, count_ensemble
-from soma.report import IDS, check, code_cells, dry_run, listing, load_manifest, manifest_faults, parameters_of, plan, read_rows, readme, reported, reproduce, sources, state
+from soma.report import BEYOND, IDS, OURS, Experiment, check, code_cells, dry_run, listing, load_manifest, manifest_faults, parameters_of, plan, read_rows, readme, reported, reproduce, sources, state
 
 ROOT = Path(__file__).resolve().parents[1]
 MANIFEST = load_manifest(ROOT)
@@ -21,13 +21,13 @@ NOTEBOOKS = sorted((ROOT/"nbs/experiments").glob("*.ipynb"))
 def test_the_manifest_has_every_numbered_result():
     raw = yaml.safe_load((ROOT/"figures/manifest.yml").read_text(encoding="utf-8"))
     counts = {kind: sum(i.startswith(kind) for i in raw) for kind in ("fig", "tab", "prop", "cor", "eq")}
-    assert list(raw) == IDS and counts == dict(fig=17, tab=13, prop=1, cor=1, eq=6)
+    assert list(raw) == IDS + OURS and len(IDS) == 38 and [i for i in raw if raw[i]["place"] == BEYOND] == OURS and counts == dict(fig=17, tab=13, prop=1, cor=1, eq=6)
 
 def test_figures_notebooks_and_manifest_agree():
     assert check(ROOT)[0] == []
 
 def test_every_experiment_notebook_is_in_the_manifest():
-    assert {p.stem for p in NOTEBOOKS if p.stem.startswith("e")} == {e["notebook"] for e in MANIFEST.values() if e["presets"]}
+    assert {p.stem for p in NOTEBOOKS} == {e["notebook"] for e in MANIFEST.values() if e["presets"]}
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda p: p.stem)
 def test_parameters_are_what_papermill_sees(path):
@@ -38,12 +38,17 @@ def test_parameters_are_what_papermill_sees(path):
 def test_readme_shows_every_artifact():
     index = json.loads((ROOT/"nbs/index.ipynb").read_text(encoding="utf-8"))
     page = readme(index, ROOT)
-    assert [i for i in IDS if not re.search(rf"\b{i}\b", page)] == []
+    assert [i for i in IDS + OURS if not re.search(rf"\b{i}\b", page)] == []
     assert page.count("**: ") >= sum(e["verdict"] != "not run" for e in MANIFEST.values())
 
 def test_listing_has_a_line_for_each():
     lines = listing(ROOT).splitlines()
-    assert [line.split()[0] for line in lines[1:-1]] == IDS and lines[-1].startswith("38 artifacts, ")
+    assert [line.split()[0] for line in lines[1:39]] == IDS and lines[39] == "beyond the paper:" and [line.split()[0] for line in lines[40:-1]] == OURS
+    assert lines[-1].startswith("38 artifacts, ") and f"; beyond the paper {len(OURS)}, " in lines[-1]
+
+def test_the_readme_keeps_ours_apart():
+    theirs, ours = report.artifact_table(MANIFEST).split("### Beyond the paper")
+    assert all(i in theirs and not re.search(rf"\b{i}\b", ours) for i in IDS) and all(i in ours and i not in theirs for i in OURS)
 
 # -- the paper's numbers ---------------------------------------------------------------------------------------------
 
@@ -146,7 +151,7 @@ def edit(path, old, new):
 
 def test_a_failure_is_one_line_and_the_rest_is_made(made):
     root, faults, said = made
-    assert faults == ["fig99: unknown; soma reproduce --list shows the 38 ids",
+    assert faults == ["fig99: unknown; soma reproduce --list shows the ids",
                       "fig01: cannot be made yet: its notebook e08_fixed_size is still to be written",
                       "fig08: e07_scaling_sweeps, code cell 7 (raise ValueError('the moon is full\\nsecond line')): ValueError: the moon is full"]
     assert files(root/"figures/small") == [f"{i}.{s}" for i in ("fig04", "fig07") for s in ("csv", "json", "svg")]
@@ -264,6 +269,7 @@ def test_another_matplotlib_is_a_note_and_the_verdict_is_still_compared(clone, m
     (dict(verdict="true"), "verdict 'true': must be one of"),
     (dict(verdict="holds"), "a verdict needs its number"),
     (dict(outputs=["fig04.csv"]), "outputs ['fig04.csv']: must be"),
+    (dict(place="beyond the paper"), "place 'beyond the paper': must be 'beyond the paper' for our own questions, and only for them"),
     (dict(needs=["fig04"]), "needs ['fig04']: must be a list of other ids"),
     (dict(claim=""), "title, place, notebook and claim must be text"),
     (dict(presets=dict(tiny={})), "preset 'tiny': must be one of"),
@@ -304,6 +310,33 @@ def test_an_interrupted_run_finds_its_folder_and_a_finished_one_is_kept(experime
     assert run(dict(seed=1), make).value == "finished" and run(dict(seed=1), never).value == "finished"
     assert run(dict(seed=1), never).id != run(dict(seed=2), lambda folder: 0).id
 
+def test_a_shared_run_is_made_once_for_all_notebooks(clone, experiment, monkeypatch):
+    from functools import partial
+    monkeypatch.chdir(clone)
+    mine, other = experiment["experiment"], Experiment("e07_scaling_sweeps", dict(preset="smoke", updates=3, names=["a"]))
+    def run(e, config, make, **more): return e.run(config, make, shared=True, **more)
+    first = run(mine, dict(n=1), report.check_reported, operations=5)
+    assert first == run(other, dict(n=1), partial(report.check_reported)) and first.folder.parent == clone/"runs/shared" and re.fullmatch(rf"{first.id}-[0-9a-f]{{8}}", first.folder.name)
+    table = mine.tidy("fig04", [dict(step=0, metric="loss", value=1.0)])
+    assert mine.record("fig04", table)["runs"] == 1 + 1 and mine.record("fig04", table)["operations"] == 30 + 5
+    assert run(mine, dict(n=2), report.check_reported).folder != first.folder != run(mine, dict(n=1), partial(report._line)).folder    # another configuration, another function
+    monkeypatch.setattr(report, "reached", lambda names: {n: "0" * 16 for n in names})
+    assert run(mine, dict(n=1), report.check_reported).folder != first.folder and mine.run(dict(n=1), lambda folder: 3).value == 3    # another text of the room; not shared
+
+def test_a_shared_run_waits_for_the_notebook_that_is_at_it(clone, experiment, monkeypatch):
+    import threading, time
+    calls = []
+    def slow(folder): calls.append(folder); time.sleep(0.3); return len(calls)
+    slow.__module__, slow.__qualname__ = "soma.core", "slow"
+    threads = [threading.Thread(target=lambda: experiment["experiment"].run(dict(n=1), slow, shared=True)) for _ in range(3)]
+    for t in threads: t.start()
+    for t in threads: t.join()
+    assert len(calls) == 1 and experiment["experiment"].run(dict(n=1), slow, shared=True).value == 1
+
+@pytest.mark.parametrize("make, name", [(lambda folder: 1, "<lambda>"), (never, "never"), (print, "print"), (files, "files")])
+def test_a_shared_run_of_a_notebooks_own_function_is_refused(experiment, make, name):
+    with pytest.raises(SomaError, match=f"{name}: a shared run needs a room's function"): experiment["experiment"].run(dict(n=1), make, shared=True)
+
 @pytest.mark.parametrize("rows, says", [
     ([dict(metric="loss")], "no value"), ([dict(value=1.0)], "no metric"), ([], "no rows"), ([dict(metric="loss", value=1.0, colour="red")], "no column colour"),
 ])
@@ -329,7 +362,7 @@ def test_an_artifact_of_another_notebook_is_refused(experiment):
 
 @pytest.mark.parametrize("args, says", [
     (["fig04", "--preset", "smal"], "soma: --preset smal: unknown; choose one of paper, small, smoke\n"),
-    (["fig99"], "soma: fig99: unknown; soma reproduce --list shows the 38 ids\n"),
+    (["fig99"], "soma: fig99: unknown; soma reproduce --list shows the ids\n"),
     ([], "soma: reproduce: name artifacts (fig04 tab02 …) or all; soma reproduce --list shows them\n"),
 ])
 def test_the_command_says_what_is_wrong_in_one_line(clone, monkeypatch, capsys, args, says):
@@ -340,7 +373,7 @@ def test_the_command_lists_plans_and_checks(clone, monkeypatch, capsys):
     monkeypatch.chdir(clone)
     for args in (["--list"], ["fig04", "--dry-run"], ["--check"], ["fig04"]): assert main(["reproduce", *args]) == 0
     out = capsys.readouterr().out
-    assert "38 artifacts, 2 with a verdict, 36 not run" in out and "still to run: 0 s" in out and "byte for byte" in out and "fig04: made already" in out
+    assert "38 artifacts, 2 with a verdict, 36 not run; beyond the paper" in out and "still to run: 0 s" in out and "byte for byte" in out and "fig04: made already" in out
     (clone/CSV).unlink(); edit(clone/"figures/small/fig07.svg", "<path", "<path ")
     assert main(["reproduce", "--check"]) == 2
     assert [line.split(";")[0] for line in capsys.readouterr().err.splitlines()] == [f"soma: fig04: {CSV} is missing", "soma: fig07: figures/small/fig07.svg is not what its CSV gives"]
