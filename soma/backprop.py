@@ -56,10 +56,11 @@ def bptt(theta:dict,    # stacked: bodies [C, ...], E [256, d_E]; changed in pla
 # %% ../nbs/08a_backprop.ipynb #a7981d78
 FITTED = 4096  # sequences that the router is fitted on: sixteen a cluster at 256 experts, where all of them would take longer than the training
 
-def _configs(seed_updates, expert_updates, B, T, lr, seed)->tuple:
+def _configs(d, seed_updates, expert_updates, B, T, lr, seed)->tuple:
     "Of the seed, and of an expert before it gets a stream of its own."
-    cfg = TrainConfig(updates=seed_updates, B=B, T=T, lr=lr, schedule="cosine", weight_decay=0.0, head="frozen", seed=seed)
-    return cfg, replace(cfg, updates=expert_updates)
+    lr = lr * min(1.0, math.sqrt(32 / d))
+    cfg = TrainConfig(updates=seed_updates, B=B, T=T, lr=lr, schedule="cosine", weight_decay=0.0, seed=seed)
+    return cfg, replace(cfg, updates=expert_updates, lr=0.3 * lr)
 
 def _ground(run:RunFolder, corpus:str, N:int)->tuple:
     "The store, one shard of everything, and the shards of the experts; the router beside them when N > 1."
@@ -120,13 +121,13 @@ def train_sharded(folder,             # of the run: store, whole, clusters, ense
                   seed_updates:int,   # of the seed, on everything
                   expert_updates:int, # of each expert, on its cluster
                   B:int, T:int,       # windows of an update, and bytes of a window
-                  lr:float,           # Adam's step size at the start of the seed and of every expert
+                  lr:float,           # Adam's step size at the start of a seed of width 32; ∝ 1/√d for a wider one, 0.3 of it for experts
                   seed:int=1,         # everything random follows from it
                   show:bool=True,     # progress bars
                  )->dict:
     "The reference: a seed and N experts from it by backpropagation through time. Validation losses (nats/byte), seconds, operations."
     began, run, (start, model) = time.time(), RunFolder(folder), initial_ensemble(1, d, seed)
-    seed_cfg, expert_cfg = _configs(seed_updates, expert_updates, B, T, lr, seed)
+    seed_cfg, expert_cfg = _configs(d, seed_updates, expert_updates, B, T, lr, seed)
     store, whole, shards = _ground(run, corpus, N)
     objective, theta, bar = expert_objective(model, seed_cfg.tile), {n: t.clone() for n, t in stack(start).items()}, Bar(seed_updates, seed_cfg, f"seed, width {d}", show)
     losses = dict(before=_judge(objective, start, store, whole, seed_cfg)[0])
