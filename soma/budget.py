@@ -19,7 +19,7 @@ from .models import ops_per_token, ops_per_update
 # %% ../nbs/13_budget.ipynb #8b10bccf
 def _positive(what:str, values, zero:bool=False)->np.ndarray:
     "Finite numbers above zero (or from zero on) as float64, in the shape they have; SomaError names what is not."
-    try: array = np.asarray(values, dtype=np.float64)
+    try: array = np.array(values, dtype=np.float64)
     except (TypeError, ValueError): raise SomaError(f"{what} = {values!r}: must be numbers") from None
     if not array.size: raise SomaError(f"{what}: empty; give at least one number")
     bad = array[~(np.isfinite(array) & ((array >= 0) if zero else (array > 0)))]
@@ -53,7 +53,7 @@ def step_time(updates,        # int [n]: the number of each recorded update, cou
               skip:int=1_000, # so many first updates are left out
              )->float:
     "Mean seconds of an update (Appendix A.1); an update that a resumed run recorded again counts once, as first recorded."
-    numbers, seconds = np.array(_whole("updates", updates)), _positive("seconds", seconds)
+    numbers, seconds, (skip,) = np.array(_whole("updates", updates)), _positive("seconds", seconds), _whole("skip", skip, 0)
     if numbers.shape != seconds.shape: raise SomaError(f"step time: {numbers.size} updates, but {seconds.size} times; give one of each")
     number, first = np.unique(numbers, return_index=True)
     counted = seconds[first[number > skip]]
@@ -76,7 +76,7 @@ def _spent(updates, seconds, devices)->np.ndarray:
     "Device-hours of each expert."
     updates, seconds, devices = _positive("updates", updates, zero=True), _positive("seconds", seconds), _positive("devices", devices)
     try: return np.atleast_1d(updates * seconds * devices / 3600)
-    except ValueError: raise SomaError(f"device-hours: {updates.size} counts, {seconds.size} times, {devices.size} devices; give one for each expert, or one for all") from None
+    except ValueError: raise SomaError(f"hours: {updates.size} counts, {seconds.size} times, {devices.size} devices; give one for each expert, or one for all") from None
 
 def passes(cfg:TrainConfig,
            updates:int,      # of one expert
@@ -155,7 +155,7 @@ def compute_to(curve:Curve,
     part = (above - target) / (above - below)
     return float(b), *sorted((float(a + part * (b - a)), float(a * (b / a)**part)))
 
-# %% ../nbs/13_budget.ipynb #c5a4e4d8
+# %% ../nbs/13_budget.ipynb #7c9dd27f
 def _table(curves, offer)->pd.DataFrame:
     "A row for each curve: the setting, what `offer` says, and why not, where it raises."
     curves = list(curves)
@@ -164,20 +164,26 @@ def _table(curves, offer)->pd.DataFrame:
     def row(c):
         try: return offer(c) | dict(why="")
         except SomaError as e: return dict(why=str(e).removeprefix(f"{c}: "))
-    return pd.DataFrame([dict(N=c.N, n_pert=c.P, B=c.B) | row(c) for c in curves])
+    table = pd.DataFrame([dict(N=c.N, n_pert=c.P, B=c.B) | row(c) for c in curves])
+    return table[[*table.columns.drop("why"), "why"]]
 
 def _decided(table:pd.DataFrame, question:str)->pd.DataFrame:
     "Mark the rows that no other beats for certain; best first, excluded last. SomaError when all are excluded."
     if (table.why != "").all(): raise SomaError(f"{question}: no setting can be offered: " + "; ".join(f"N={r.N}, n_pert={r.n_pert}, B={r.B} {r.why}" for r in table.itertuples()))
-    return table.assign(chosen=table.low <= table.high.min()).sort_values(["high", "low"], ignore_index=True)
+    table.insert(table.columns.get_loc("why"), "chosen", table.low <= table.high.min())
+    return table.sort_values(["high", "low"], ignore_index=True)
 
 def cheapest(curves,        # Curves in one unit
              target:float,  # nats/byte
             )->pd.DataFrame:
     "What each setting took to reach a loss first (Appendix M.1): saved, low, high; `chosen` where no other was cheaper for certain."
-    return _decided(_table(curves, lambda c: dict(zip(("saved", "low", "high"), compute_to(c, target)))), f"a loss of {target:g}")
+    _positive("target", target)
+    def offer(c):
+        begun = c.loss[0] <= target   # came below before it was first saved: at any cost up to there
+        return dict(zip(("saved", "low", "high"), (c.compute[0], 0.0, c.compute[0]) if begun else compute_to(c, target)))
+    return _decided(_table(curves, offer), f"a loss of {target:g}")
 
-# %% ../nbs/13_budget.ipynb #57ddc3df
+# %% ../nbs/13_budget.ipynb #d1a333ca
 def choose(curves,                   # Curves in one unit
            budget:float=math.inf,    # in the curves' unit
            deadline:float=math.inf,  # hours

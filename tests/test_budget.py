@@ -128,6 +128,18 @@ def test_overlapping_ranges_are_not_decided():
     assert choose([away, near, nearer], 10).chosen.tolist() == [True, False, False]      # at a saved point there is no range
     assert cheapest([away, near, nearer], 2.75).chosen.tolist() == [True, True, False]
 
+def test_a_curve_that_begins_below_the_target_is_not_left_out():
+    late, early = law(N=1), law(N=2, a=2.6, c=(50, 500))
+    table = cheapest([late, early], 2.5)                       # `late` gets there between 46 and 60, `early` before 50
+    assert table.chosen.tolist() == [True, True] and table.set_index("N").loc[2, ["low", "high"]].tolist() == [0, 50]
+    assert cheapest([late, early], 2.2).set_index("N").chosen.to_dict() == {1: False, 2: True}
+
+def test_a_curve_keeps_its_own_numbers():
+    compute = np.array([1.0, 10.0])
+    c = law(c=compute)
+    compute[:] = 0
+    assert c.compute.tolist() == [1, 10]
+
 # -- refusals ---------------------------------------------------------------------------------------------------------
 
 M = ModelConfig()
@@ -140,7 +152,8 @@ M = ModelConfig()
     (lambda: step_time([1, 2], [0.1]), "step time: 2 updates, but 1 times"),
     (lambda: step_time([2_000], [math.nan]), "seconds: nan among them"),
     (lambda: step_time([2_000], [0.0]), "seconds: 0 among them"),
-    (lambda: device_hours([1, 2], [1, 2, 3]), "device-hours: 2 counts, 3 times, 1 devices"),
+    (lambda: step_time([2_000], [0.1], skip=-1), "skip: -1 among them"),
+    (lambda: device_hours([1, 2], [1, 2, 3]), "hours: 2 counts, 3 times, 1 devices"),
     (lambda: device_hours(1, 1, 0), "devices: 0 among them"),
     (lambda: passes(PAPER, -1, 10), "updates: -1 among them"),
     (lambda: affordable_updates(1), "neither a budget nor a deadline"),
@@ -157,6 +170,7 @@ M = ModelConfig()
     (lambda: compute_to(law(), 3.0), "already at its first saved point"),
     (lambda: compute_to(law(), math.nan), "target: nan"),
     (lambda: cheapest([], 2.0), "curves: none"),
+    (lambda: cheapest([law()], math.nan), "target: nan"),
     (lambda: cheapest([law(), law(unit="device-hours")], 2.5), "in device-hours and in operations"),
     (lambda: cheapest([law(), law(B=16)], 1.0), "a loss of 1: no setting can be offered: N=8, n_pert=64, B=64 never reaches 1"),
     (lambda: choose([law()], 5_000), "choice: no setting can be offered: N=8, n_pert=64, B=64 saved from 1 to 1000"),
