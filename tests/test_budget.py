@@ -51,6 +51,9 @@ def test_table_3():
     assert wall_hours(every, np.linspace(0.12, 0.165, 256)) == pytest.approx(printed("fig01", "SOMA N=256", "wall-clock"), rel=2e-3)
     assert f"{device_hours(every, 36.3 / 256) / 700:.1f}" == "59.9" and round(passes(PAPER, 4_160_000, 100e9 / 256 * 0.99)) == 705
 
+def test_accumulated_batches_count_as_passes():
+    assert passes(TrainConfig(A=4, B=2, T=8), 10, 640) == 1 and passes(TrainConfig(B=2, T=8), 10, 640) == 0.25
+
 def test_hours_with_counts_of_their_own():
     updates, seconds = [100, 10, 50], [1.0, 20.0, 3.0]
     assert device_hours(updates, seconds) == pytest.approx((100 + 200 + 150) / 3600) and wall_hours(updates, seconds) == pytest.approx(200 / 3600)
@@ -114,6 +117,7 @@ def test_the_choice_is_that_of_going_through_all_settings():
             known = {c.N: loss_at(c, spent[c.N], log=True) for c in curves if 1 <= spent[c.N] <= 1000}
             table = choose(curves[::-1], budget, deadline)
             assert set(table.N[table.why == ""]) == set(known) and min(known, key=known.get) in set(table.N[table.chosen])
+            assert all(r.hours == pytest.approx(r.updates * 4 / r.N / 3600) and r.hours <= deadline for r in table[table.why == ""].itertuples())
             assert {r.N: r.low for r in table[table.why == ""].itertuples()} == pytest.approx(known)
 
 def test_a_budget_at_either_end_of_a_curve_is_covered():
