@@ -22,7 +22,7 @@ from .estimators import Estimate, ModuleObjective
 from .models import SITES, Objective, body_shapes, ops_per_token, ordered_sum, site_number
 from .probes import site_noise
 
-# %% ../nbs/06a_activations.ipynb #14de8a83
+# %% ../nbs/06a_activations.ipynb #8f747d1b
 TIERS = dict(A=("gates", "up", "down"), B=("hidden", "up", "down"), C=("hidden", "down"))  # where noise is added, in each block
 BASELINES = ("clean", "loo", "antithetic")  # what a perturbed loss is compared with
 _SITED = dict(n=1, sigma=0.1, gamma=dict(gates=0.5, hidden=0.5, up=0.0, down=0.0))  # settings that a site may have of its own, and their defaults
@@ -75,12 +75,12 @@ class DustConfig:
     def sites(self, D:int)->list:
         "Where an expert of D blocks gets noise, in the order of the forward; the last output needs none from tier B on."
         found = [f"blocks.{i}.{kind}" for i in range(D) for kind in TIERS[self.tier]]
-        for name in _SITED:
-            value = getattr(self, name)
-            for site in value if isinstance(value, dict) else (): site_number(site if "." in site else f"blocks.0.{site}", D)
-        return found if self.tier == "A" else found[:-1]
+        for site in [s for name in _SITED if isinstance(getattr(self, name), dict) for s in getattr(self, name) if "." in s]: site_number(site, D)
+        found = found if self.tier == "A" else found[:-1]
+        for site in found: self._check("n", site, self.of("n", site))
+        return found
 
-# %% ../nbs/06a_activations.ipynb #4644b918
+# %% ../nbs/06a_activations.ipynb #3a3a7be1
 def credit(changes:torch.Tensor,  # of every byte's loss [..., T]
            gamma:float,           # in [0, 1]
           )->torch.Tensor:
@@ -90,7 +90,7 @@ def credit(changes:torch.Tensor,  # of every byte's loss [..., T]
         for t in range(len(rewards) - 2, -1, -1): rewards[t] = rewards[t].add(rewards[t + 1], alpha=gamma)
     return torch.stack(rewards, -1)
 
-# %% ../nbs/06a_activations.ipynb #463dda15
+# %% ../nbs/06a_activations.ipynb #3ff3bef5
 def loss_changes(clean,                # a clean pass: `losses` [B, T] and `site_losses`
                  site:str,
                  draws:torch.Tensor,   # int64 [n]
@@ -102,7 +102,7 @@ def loss_changes(clean,                # a clean pass: `losses` [B, T] and `site
     if baseline == "antithetic": return (up - clean.site_losses(site, draws, -sigma).double()) / 2
     return (up - up.mean(0)) * (len(draws) / (len(draws) - 1)) if baseline == "loo" else up - clean.losses.double()
 
-# %% ../nbs/06a_activations.ipynb #db44a670
+# %% ../nbs/06a_activations.ipynb #4aeaca68
 def site_gradient(clean,                # a clean pass
                   site:str,
                   draws:torch.Tensor,   # int64 [n]
@@ -124,7 +124,7 @@ def site_dot(clean, site:str, draws:torch.Tensor, v:torch.Tensor)->torch.Tensor:
     number = clean.site_number(site) if hasattr(clean, "site_number") else site_number(site, clean.cfg.D)
     return torch.cat([(v * site_noise(clean.noise, clean.key, number, j, *v.shape, v.dtype)).sum(-1) for j in draws.split(1)])
 
-# %% ../nbs/06a_activations.ipynb #194447ea
+# %% ../nbs/06a_activations.ipynb #33d3133e
 def earlier(x:torch.Tensor)->torch.Tensor: "What was there one byte before, zero at the first: [B, T, K]."; return F.pad(x, (0, 0, 1, 0))[:, :-1]
 
 def cell_trace(dh:torch.Tensor,     # [B, T, d]: gradient at the hidden output
@@ -141,7 +141,7 @@ def cell_trace(dh:torch.Tensor,     # [B, T, d]: gradient at the hidden output
     dc = torch.stack(dc, 1)
     return torch.cat([dc*g * i*(1 - i), dc*earlier(cell) * f*(1 - f), dc*i * (1 - g**2), dh*squashed * o*(1 - o)], -1)
 
-# %% ../nbs/06a_activations.ipynb #0a4b6c19
+# %% ../nbs/06a_activations.ipynb #6344423e
 TOKENS = 512  # bytes in one product, always: part of what fixes the bits
 
 def outer(g:torch.Tensor,  # [B, T, O] or [BT, O]: gradient at a layer's output
@@ -170,7 +170,7 @@ def weight_gradients(acts:dict,   # a clean pass's activations
         else: grad |= {f"{block}.w_ih": outer(g, seen("norm1")), f"{block}.w_hh": outer(g, earlier(seen("hidden")))}
     return grad
 
-# %% ../nbs/06a_activations.ipynb #6da41c6d
+# %% ../nbs/06a_activations.ipynb #871bd62b
 class Top(NamedTuple):
     "What the head and the last norm say, exactly."
     grad:dict                   # float64 gradients of E, and with the stream of `norm` (and `proj_out`)
@@ -199,7 +199,7 @@ def top_gradient(theta:dict, acts:dict,
     ds = root * (scaled - scaled.mean(-1, keepdim=True) - unit * (scaled * unit).mean(-1, keepdim=True))
     return Top(grad, ds.view(*targets.shape, -1))
 
-# %% ../nbs/06a_activations.ipynb #e67e6679
+# %% ../nbs/06a_activations.ipynb #1e8338dc
 class ControlVariate:
     "What the guesses are learnt from: fading second moments of each site's estimate with the top's gradient. Part of a checkpoint."
     def __init__(self, model:ModelConfig, config:DustConfig):
@@ -252,7 +252,7 @@ class ControlVariate:
         for name, t in self.tensors().items(): t.copy_(tensors[name])
         self.updates, self.off, self.explained = state["updates"], state["off"], dict(state["explained"])
 
-# %% ../nbs/06a_activations.ipynb #aee57ccb
+# %% ../nbs/06a_activations.ipynb #8900d2f0
 def trained(model:ModelConfig, config:DustConfig)->list:
     "Names of the parameters that an estimate has a gradient for, in canonical order, E last."
     exact = {"norm", "proj_out"} if config.top else set()
@@ -293,7 +293,7 @@ def dust(objective:Objective,     # with `clean`: the paper's expert
     if config.cv: state.learn(lessons)
     return Estimate({n: total[n].to(theta[n].dtype) for n in trained(objective.cfg, config)}, torch.stack(losses))
 
-# %% ../nbs/06a_activations.ipynb #c8a169d3
+# %% ../nbs/06a_activations.ipynb #3addd865
 def share(model:ModelConfig, site:str)->float:
     "What a replay from a site costs, as a part of a forward: multiplications from the perturbed layer on."
     number, d = site_number(site, model.D), model.d
@@ -313,7 +313,7 @@ def operations(model:ModelConfig, config:DustConfig, B:int, T:int, A:int=1)->dic
     cv = sum(4*k*d + 2*k*config.of("n", s) for s, k in widths.items()) + 2*d*d if config.cv else 0
     return dict(forwards=byte_forwards(model, config, B, T, A) * ops_per_token(model), products=bytes * (32*model.D*d*d + inside), head=bytes * head, cv=bytes * cv)
 
-# %% ../nbs/06a_activations.ipynb #472bb885
+# %% ../nbs/06a_activations.ipynb #ddd15e4c
 def lstm_steps(m:nn.LSTM, x:torch.Tensor, state=None, noise=None)->tuple:
     "One-layer nn.LSTM byte by byte, with noise [B, T, H] at its hidden output: hidden [B, T, H], gates [B, T, 4H], cell [B, T, H]."
     zero = x.new_zeros(len(x), m.hidden_size)
