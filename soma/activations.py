@@ -85,9 +85,9 @@ def credit(changes:torch.Tensor,  # of every byte's loss [..., T]
            gamma:float,           # in [0, 1]
           )->torch.Tensor:
     "float64 [..., T]: R_t = Σ_{u≥t} γ^{u−t} x_u."
+    if not gamma: return changes.double()
     rewards = list(changes.double().unbind(-1))
-    if gamma:
-        for t in range(len(rewards) - 2, -1, -1): rewards[t] = rewards[t].add(rewards[t + 1], alpha=gamma)
+    for t in range(len(rewards) - 2, -1, -1): rewards[t] = rewards[t].add(rewards[t + 1], alpha=gamma)
     return torch.stack(rewards, -1)
 
 # %% ../nbs/06a_activations.ipynb #3ff3bef5
@@ -195,7 +195,7 @@ def top_gradient(theta:dict, acts:dict,
     centred = out - out.mean(-1, keepdim=True)
     root = (centred.square().mean(-1, keepdim=True) + 1e-5).rsqrt()
     unit, scaled = centred * root, g * theta["norm"]
-    grad["norm"] = ordered_sum((g * unit).T) / len(y)
+    grad["norm"] = (g * unit).sum(0, dtype=torch.float64) / len(y)
     ds = root * (scaled - scaled.mean(-1, keepdim=True) - unit * (scaled * unit).mean(-1, keepdim=True))
     return Top(grad, ds.view(*targets.shape, -1))
 
@@ -209,11 +209,15 @@ class ControlVariate:
         self.second = torch.zeros(model.d, model.d, dtype=torch.float64)                           # of δs with itself
         self.maps = {s: c.clone() for s, c in self.cross.items()}                                  # A
 
-    def guess(self, site:str, top:Top, acts:dict):
+    def guess(self,
+              site:str,
+              stream:torch.Tensor,  # δs [B, T, d]
+              slope=None,           # of GELU [B, T, 4d], at an MLP's inner layer
+             ):
         "v [B, T, K], or None while it only listens."
         if self.off or self.updates < self.config.warmup: return None
-        v = top.stream @ self.maps[site].T.to(top.stream.dtype)
-        return v * gelu_slope(acts[site]) if site.endswith("up") else v
+        v = stream @ self.maps[site].T.to(stream.dtype)
+        return v if slope is None else v * slope
 
     def watch(self, site:str, rewards:torch.Tensor, told:torch.Tensor)->bool:
         "Note the part of the rewards' power that a guess explains; False, and off for good, when it adds more than there was."
@@ -229,20 +233,19 @@ class ControlVariate:
         return False
 
     def learn(self, lessons:list):
-        "Take in the batches of an update, each (site -> ĝ, Top, activations); a later update's guess knows of them."
+        "Take in the batches of an update, each (site -> ĝ, δs, site -> slope); a later update's guess knows of them."
         self.updates += 1
         if self.off or self.updates > self.config.dense and self.updates % 4: return
         w, (d, _) = self.config.decay, self.second.shape
-        self.second.mul_(w).add_(sum(outer(t.stream, t.stream) for _, t, _ in lessons) / len(lessons), alpha=1 - w)
+        self.second.mul_(w).add_(sum(outer(ds, ds) for _, ds, _ in lessons) / len(lessons), alpha=1 - w)
         for site, total in self.cross.items():
-            total.mul_(w).add_(sum(self._moment(site, *lesson) for lesson in lessons) / len(lessons), alpha=1 - w)
+            total.mul_(w).add_(sum(self._moment(g[site], ds, slopes.get(site)) for g, ds, slopes in lessons) / len(lessons), alpha=1 - w)
             self.maps[site] = torch.linalg.solve(self.second + self.config.ridge * self.second.diagonal().mean().clamp(min=1e-300) * torch.eye(d), total.T).T.contiguous()
         if not all(a.isfinite().all() for a in self.maps.values()): self._leave("what it has learnt is not finite")
 
-    def _moment(self, site, grads, top, acts):
-        if not site.endswith("up"): return outer(grads[site], top.stream)
-        slope = gelu_slope(acts[site])
-        return outer(grads[site] * slope, top.stream) / (ordered_sum((slope*slope).flatten(0, 1).T) / slope[..., 0].numel())[:, None].clamp(min=1e-300)
+    def _moment(self, g, ds, slope):
+        if slope is None: return outer(g, ds)
+        return outer(g * slope, ds) / (slope.square().sum((0, 1), dtype=torch.float64) / slope[..., 0].numel())[:, None].clamp(min=1e-300)
 
     def tensors(self)->dict: "What it has learnt, by name, for a checkpoint."; return {f"cross.{s}": t for s, t in self.cross.items()} | {f"map.{s}": t for s, t in self.maps.items()} | {"second": self.second}
     def state(self)->dict: "The rest, as JSON values."; return dict(updates=self.updates, off=self.off, explained=dict(self.explained))
@@ -262,16 +265,16 @@ def _one_batch(clean, first:int, config:DustConfig, state)->tuple:
     "(float64 gradients, what the control variate learns from) of one batch; draws are numbered from first · n."
     acts, theta = clean.activations, clean.theta
     top = top_gradient(theta, acts, clean.windows[:, 1:], config.top) if config.top or config.head == "delta" else Top({}, None)
-    found = {}
+    found, slopes = {}, {s: gelu_slope(acts[s]) for s in (f"blocks.{i}.up" for i in range(clean.cfg.D)) if config.cv or config.tier == "C"}
     for site in config.sites(clean.cfg.D):
-        n, guess = config.of("n", site), state.guess(site, top, acts) if config.cv else None
+        n, guess = config.of("n", site), state.guess(site, top.stream, slopes.get(site)) if config.cv else None
         found[site] = site_gradient(clean, site, torch.arange(first*n, (first + 1)*n), config.of("sigma", site), config.of("gamma", site), config.baseline,
                                     guess, lambda rewards, told: state.watch(site, rewards, told))
     sites = dict(found)
     if config.tier != "A": sites[f"blocks.{clean.cfg.D - 1}.down"] = top.stream
     if config.tier == "C":
-        for b in (f"blocks.{i}" for i in range(clean.cfg.D)): sites[f"{b}.up"] = (sites[f"{b}.down"] @ theta[f"{b}.w_down"]) * gelu_slope(acts[f"{b}.up"])
-    return weight_gradients(acts, sites, config.trace) | top.grad, (found, top, acts)
+        for b in (f"blocks.{i}" for i in range(clean.cfg.D)): sites[f"{b}.up"] = (sites[f"{b}.down"] @ theta[f"{b}.w_down"]) * slopes[f"{b}.up"]
+    return weight_gradients(acts, sites, config.trace) | top.grad, (found, top.stream, slopes)
 
 def dust(objective:Objective,     # with `clean`: the paper's expert
          theta:dict,

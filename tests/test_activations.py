@@ -247,16 +247,24 @@ def test_a_run_goes_on_to_the_same_bits(tier):
     fresh, _ = walk(7, config, theta=half, first=7)
     assert any(not torch.equal(straight[n], fresh[n]) for n in straight)   # without its state it is another run
 
+def same(run, other):
+    (a, sa), (b, sb) = run, other
+    return all(torch.equal(a[n], b[n]) for n in a) and all(torch.equal(x, sb.tensors()[n]) for n, x in sa.tensors().items()) and sa.state() == sb.state()
+
 @pytest.mark.parametrize("tier", TIERS)
-def test_threads_and_chunks_change_no_bit(tier):
-    config, found = DustConfig(tier, **SHORT | dict(n=3)), []
-    before = torch.get_num_threads()
-    for threads, objective, steps in ((1, CpuObjective(MODEL), 6), (2, CpuObjective(MODEL), 6), (1, ExpertObjective(MODEL), 1), (2, ExpertObjective(MODEL, chunk=2), 1)):
+def test_chunks_change_no_bit(tier):
+    config = DustConfig(tier, **SHORT | dict(n=3))
+    assert same(*(walk(4, config, ExpertObjective(MODEL, chunk=c)) for c in (1, 32)))
+
+def test_threads_change_no_bit():
+    model, config, found, before = ModelConfig(32, 2, 32), DustConfig("B", **SHORT), [], torch.get_num_threads()
+    for threads in (1, 2):   # tensors large enough that torch does share them out
         torch.set_num_threads(threads)
-        try: found.append(walk(steps, config, objective, A=2))
+        theta, state = moved(model, dtype=torch.float32), ControlVariate(model, config)
+        try: grads = [dust(CpuObjective(model), theta, [text(48, 24, u)], Key(7, u), config, state).grad for u in range(5)]
         finally: torch.set_num_threads(before)
-    for (a, sa), (b, sb) in (found[:2], found[2:]):
-        assert all(torch.equal(a[n], b[n]) for n in a) and all(torch.equal(x, sb.tensors()[n]) for n, x in sa.tensors().items()) and sa.state() == sb.state()
+        found.append((grads[-1], state))
+    assert same(*found) and found[0][1].explained
 
 def test_wide_products_do_not_depend_on_threads():
     g, x, found = torch.randn(1100, 512, generator=torch.Generator().manual_seed(1)), torch.randn(1100, 128, generator=torch.Generator().manual_seed(2)), []
@@ -281,22 +289,23 @@ def test_what_it_learns_is_the_ridge_regression():
     acts = clean.activations
     top = top_gradient(clean.theta, acts, clean.windows[:, 1:])
     truth = {s: Key(2).normal("sample", torch.arange(6*10*width(s, 8)), i).flatten()[:6*10*width(s, 8)].view(6, 10, -1) for i, s in enumerate(config.sites(2))}
-    state.learn([(truth, top, acts)])
+    slopes = {s: gelu_slope(acts[s]) for s in truth if s.endswith("up")}
+    state.learn([(truth, top.stream, slopes)])
     x = top.stream.flatten(0, 1)
     for s, y in truth.items():
-        y, slope = y.flatten(0, 1), gelu_slope(acts[s]).flatten(0, 1) if s.endswith("up") else torch.ones(60, width(s, 8)).double()
+        y, slope = y.flatten(0, 1), slopes[s].flatten(0, 1) if s in slopes else torch.ones(60, width(s, 8)).double()
         second = x.T @ x / 60
         want = torch.linalg.solve(second + 0.1 * second.diagonal().mean() * torch.eye(8), ((y*slope).T @ x / 60 / slope.square().mean(0)[:, None]).T).T
         assert torch.allclose(state.maps[s], want, rtol=1e-8, atol=1e-12)
-    assert state.guess(config.sites(2)[0], top, acts) is None
+    assert state.guess(config.sites(2)[0], top.stream) is None
     state.updates = 50
-    assert torch.allclose(state.guess("blocks.0.up", top, acts), top.stream @ state.maps["blocks.0.up"].T * gelu_slope(acts["blocks.0.up"]))
+    assert torch.allclose(state.guess("blocks.0.up", top.stream, slopes["blocks.0.up"]), top.stream @ state.maps["blocks.0.up"].T * gelu_slope(acts["blocks.0.up"]))
 
-@pytest.mark.parametrize("value", [30.0, float("nan")])
+@pytest.mark.parametrize("value", [1e4, float("nan")])
 def test_one_that_diverges_is_left_out_with_one_line(value, capsys):
     config = DustConfig("A", **SHORT)
     theta, state = walk(5, config)
-    state.maps["blocks.1.up"].fill_(value)
+    state.maps["blocks.1.up"].mul_(value)
     capsys.readouterr()
     there, state = walk(3, config, state=state, theta=theta, first=5)
     line = capsys.readouterr().err
