@@ -152,7 +152,7 @@ def test_scans_and_online_traces_give_the_same_gradient(gamma):
     clean, draws = ExpertObjective(model).clean(theta, windows, Key(2)), torch.arange(1)
     acts = clean.activations
     for site in ("blocks.1.up", "blocks.0.hidden"):
-        scanned = weight_gradients(acts, {site: site_gradient(clean, site, draws, sigma, gamma)})
+        scanned = weight_gradients(clean, {site: site_gradient(clean, site, draws, sigma, gamma)})
         change = loss_changes(clean, site, draws, sigma)[0] / sigma                                  # [B, T]
         z = site_noise("rademacher", Key(2), site_number(site, 2), draws, 2, 9, width(site, 4), torch.float64)[0]
         online = torch.zeros(16, 4, dtype=torch.float64)
@@ -200,6 +200,20 @@ def test_the_top_is_exact_with_projections_and_without():
         assert torch.allclose(last, want[f"blocks.{model.D - 1}.w_down"], rtol=1e-9, atol=1e-13)
 
 def test_gelu_slope(): x = torch.linspace(-4, 4, 33).double().requires_grad_(); assert torch.allclose(gelu_slope(x.detach()), torch.autograd.grad(F.gelu(x).sum(), x)[0], atol=1e-14)
+
+@pytest.mark.parametrize("B, d", [(3, 5), (16, 8), (70, 6)])
+def test_the_kernel_s_trace_slope_and_dot(B, d):
+    "Compiled and plain, on tiles that are full, partly full and several."
+    model = ModelConfig(d, 2, d)
+    theta, windows = moved(model, dtype=torch.float32), text(B, 7)
+    fast, plain = (o.clean(theta if i else {n: t.double() for n, t in theta.items()}, windows, Key(5)) for i, o in ((1, CpuObjective(model)), (0, ExpertObjective(model))))
+    dh = Key(2).normal("sample", torch.arange(-(-B*7*d // 4))).flatten()[:B*7*d].view(B, 7, d)
+    for b in ("blocks.0", "blocks.1"):
+        for trace in (True, False): assert torch.allclose(fast.cell_trace(b, dh, trace).double(), cell_trace(dh, plain.activations[f"{b}.gates"], plain.activations[f"{b}.cell"], trace), atol=3e-5)
+        assert torch.allclose(fast.gelu_slope(b).double(), gelu_slope(plain.activations[f"{b}.up"]), atol=1e-5)
+        for site in (f"{b}.hidden", f"{b}.up"):
+            v = torch.cat([dh] * (width(site, d) // d), -1)
+            assert torch.allclose(fast.site_dot(site, torch.tensor([0, 3]), v).double(), plain.site_dot(site, torch.tensor([0, 3]), v), atol=1e-4)
 
 # ---- whole updates
 
