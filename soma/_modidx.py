@@ -460,6 +460,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/soma', 'doc_host': '', 'gi
                                 'soma.inference.load_model': ('inference.html#load_model', 'soma/inference.py'),
                                 'soma.inference.sample_bytes': ('inference.html#sample_bytes', 'soma/inference.py')},
             'soma.kernels': { 'soma.kernels.CpuCleanPass': ('kernels.html#cpucleanpass', 'soma/kernels.py'),
+                              'soma.kernels.CpuCleanPass.__del__': ('kernels.html#cpucleanpass.__del__', 'soma/kernels.py'),
                               'soma.kernels.CpuCleanPass._fields': ('kernels.html#cpucleanpass._fields', 'soma/kernels.py'),
                               'soma.kernels.CpuCleanPass._model': ('kernels.html#cpucleanpass._model', 'soma/kernels.py'),
                               'soma.kernels.CpuCleanPass._noise': ('kernels.html#cpucleanpass._noise', 'soma/kernels.py'),

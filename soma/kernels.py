@@ -175,9 +175,14 @@ class CpuCleanPass(CleanPass):
         self.windows, room = _bytes(self.windows), torch.zeros(self.B, dtype=torch.int64)
         self.tiles = room[:self.objective._kernel().soma_tiles(self.B, room.data_ptr())].tolist()   # sequences that fit into each tile
         self.flat, self.E, self.losses = body_layout(self.cfg).flatten(self.theta), self.theta["E"].contiguous(), torch.empty(self.B, self.T)
-        self.fields = {n: torch.zeros(sum(self.tiles) * self.T * K) for n, K in self._fields().items()}
+        sizes = [sum(self.tiles) * self.T * K for K in self._fields().values()]
+        self.memory = self.objective.__dict__.pop("_memory", None)   # of a pass that is gone: touching new memory takes longer than computing what is put there
+        if self.memory is None or self.memory.numel() != sum(sizes): self.memory = torch.empty(sum(sizes))
+        self.fields = dict(zip(self._fields(), self.memory.split(sizes)))
         self.pointers = (ctypes.c_void_p * len(self.fields))(*(t.data_ptr() for t in self.fields.values()))
         _call(self.objective._kernel(), "soma_clean", *self._model(), self.pointers, self.losses, torch.get_num_threads())
+
+    def __del__(self): self.objective._memory = getattr(self, "memory", None)
 
     def _model(self): return self.cfg.d, self.cfg.D, self.cfg.d_E, self.flat, self.E, self.windows, self.B, self.T
 

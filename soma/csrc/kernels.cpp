@@ -96,12 +96,16 @@ template <int NV> struct Rows {
   static constexpr int L = NV * W;
   long first, T;
   int used, K;
-  Array<float> spare;
-  Rows(long first, long B, long T, int K) : first(first), T(T), used((int)std::min<long>(L, B - first)), K(K), spare(K) {}
+  Array<float> local;   // the rows of one byte, close together: their own places are so far apart that they would push each other out of the cache
+  Rows(long first, long B, long T, int K) : first(first), T(T), used((int)std::min<long>(L, B - first)), K(K), local((size_t)L * K) {}
+  size_t place(int b, long t) const { return ((first + b) * T + t) * K; }
 
   void load(const float* rows, long t, vf* lanes) const {
     const float* from[L];
-    for (int b = 0; b < L; b++) from[b] = rows + ((first + std::min(b, used - 1)) * T + t) * K;
+    for (int b = 0; b < L; b++) {
+      from[b] = local.get() + (size_t)b * K;
+      memcpy(local.get() + (size_t)b * K, rows + place(std::min(b, used - 1), t), K * sizeof(float));
+    }
     int k = 0;
     for (; k + 4 <= K; k += 4)
       for (int v = 0; v < NV; v++) {
@@ -113,7 +117,7 @@ template <int NV> struct Rows {
   }
   void store(const float* lanes, long t, float* rows) const {
     float* to[L];
-    for (int b = 0; b < L; b++) to[b] = b < used ? rows + ((first + b) * T + t) * K : spare.get();
+    for (int b = 0; b < L; b++) to[b] = local.get() + (size_t)b * K;
     int k = 0;
     for (; k + 4 <= K; k += 4)
       for (int v = 0; v < NV; v++) {
@@ -121,7 +125,8 @@ template <int NV> struct Rows {
         UNROLL for (int c = 0; c < 4; c++) memcpy(four + c, lanes + ((size_t)(k + c) * NV + v) * W, sizeof(vf));
         scatter4(four, to + v * W, k);
       }
-    for (; k < K; k++) for (int b = 0; b < used; b++) to[b][k] = lanes[(size_t)k * L + b];
+    for (; k < K; k++) for (int b = 0; b < L; b++) to[b][k] = lanes[(size_t)k * L + b];
+    for (int b = 0; b < used; b++) memcpy(rows + place(b, t), to[b], K * sizeof(float));
   }
 };
 
