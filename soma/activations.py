@@ -284,7 +284,8 @@ def dust(objective:Objective,     # with `clean`: the paper's expert
         )->Estimate:
     "The gradient by noise at layers' outputs, for the names in `trained`; the losses are the clean pass's, [A, 1, 1, B]."
     if not hasattr(objective, "clean"): raise SomaError("dust: this objective has no loss of every byte (no `clean`); use ModuleDust with a loss [B, T], or spsa")
-    if config.cv and state is None: raise SomaError("dust: a control variate needs its state; give state=ControlVariate(model, config), the same one in every update")
+    if config.cv and (state is None or list(state.cross) != config.sites(objective.cfg.D)):
+        raise SomaError("dust: a control variate needs its state, made for these sites; give state=ControlVariate(model, config), the same one in every update")
     total, losses, lessons = {}, [], []
     for a, windows in enumerate(batches):
         clean = objective.clean(theta, windows, key, config.noise)

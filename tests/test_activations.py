@@ -386,6 +386,7 @@ def test_objectives_that_cannot():
     quadratic = Objective(layout_of(dict(w=torch.ones(3))), lambda s, b: s["w"].square().sum(-1))
     with pytest.raises(SomaError, match="no loss of every byte"): dust(quadratic, dict(w=torch.ones(3)), [None], Key(1))
     with pytest.raises(SomaError, match="ControlVariate"): dust(ExpertObjective(TINY), moved(TINY), [text(2, 3)], Key(1), DustConfig(cv=True))
+    with pytest.raises(SomaError, match="these sites"): dust(ExpertObjective(TINY), moved(TINY), [text(2, 3)], Key(1), DustConfig("B", cv=True), ControlVariate(TINY, DustConfig(cv=True)))
     with pytest.raises(SomaError, match="blocks.2.up"): dust(ExpertObjective(TINY), moved(TINY), [text(2, 3)], Key(1), DustConfig(gamma={"blocks.2.up": 0.5}))
     theta = moved(TINY) | {"blocks.1.w_up": torch.full((12, 3), math.inf, dtype=torch.float64)}
     with pytest.raises(SomaError, match="not finite"): dust(ExpertObjective(TINY), theta, [text(2, 3)], Key(1))
