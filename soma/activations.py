@@ -22,7 +22,7 @@ from .estimators import Estimate, ModuleObjective
 from .models import SITES, Objective, body_shapes, ops_per_token, ordered_sum, site_number
 from .probes import site_noise
 
-# %% ../nbs/06a_activations.ipynb #14de8a83
+# %% ../nbs/06a_activations.ipynb #8f747d1b
 TIERS = dict(A=("gates", "up", "down"), B=("hidden", "up", "down"), C=("hidden", "down"))  # where noise is added, in each block
 BASELINES = ("clean", "loo", "antithetic")  # what a perturbed loss is compared with
 _SITED = dict(n=1, sigma=0.1, gamma=dict(gates=0.5, hidden=0.5, up=0.0, down=0.0))  # settings that a site may have of its own, and their defaults
@@ -75,22 +75,22 @@ class DustConfig:
     def sites(self, D:int)->list:
         "Where an expert of D blocks gets noise, in the order of the forward; the last output needs none from tier B on."
         found = [f"blocks.{i}.{kind}" for i in range(D) for kind in TIERS[self.tier]]
-        for name in _SITED:
-            value = getattr(self, name)
-            for site in value if isinstance(value, dict) else (): site_number(site if "." in site else f"blocks.0.{site}", D)
-        return found if self.tier == "A" else found[:-1]
+        for site in [s for name in _SITED if isinstance(getattr(self, name), dict) for s in getattr(self, name) if "." in s]: site_number(site, D)
+        found = found if self.tier == "A" else found[:-1]
+        for site in found: self._check("n", site, self.of("n", site))
+        return found
 
-# %% ../nbs/06a_activations.ipynb #4644b918
+# %% ../nbs/06a_activations.ipynb #3a3a7be1
 def credit(changes:torch.Tensor,  # of every byte's loss [..., T]
            gamma:float,           # in [0, 1]
           )->torch.Tensor:
     "float64 [..., T]: R_t = Σ_{u≥t} γ^{u−t} x_u."
+    if not gamma: return changes.double()
     rewards = list(changes.double().unbind(-1))
-    if gamma:
-        for t in range(len(rewards) - 2, -1, -1): rewards[t] = rewards[t].add(rewards[t + 1], alpha=gamma)
+    for t in range(len(rewards) - 2, -1, -1): rewards[t] = rewards[t].add(rewards[t + 1], alpha=gamma)
     return torch.stack(rewards, -1)
 
-# %% ../nbs/06a_activations.ipynb #463dda15
+# %% ../nbs/06a_activations.ipynb #3ff3bef5
 def loss_changes(clean,                # a clean pass: `losses` [B, T] and `site_losses`
                  site:str,
                  draws:torch.Tensor,   # int64 [n]
@@ -102,7 +102,7 @@ def loss_changes(clean,                # a clean pass: `losses` [B, T] and `site
     if baseline == "antithetic": return (up - clean.site_losses(site, draws, -sigma).double()) / 2
     return (up - up.mean(0)) * (len(draws) / (len(draws) - 1)) if baseline == "loo" else up - clean.losses.double()
 
-# %% ../nbs/06a_activations.ipynb #db44a670
+# %% ../nbs/06a_activations.ipynb #4aeaca68
 def site_gradient(clean,                # a clean pass
                   site:str,
                   draws:torch.Tensor,   # int64 [n]
@@ -124,7 +124,7 @@ def site_dot(clean, site:str, draws:torch.Tensor, v:torch.Tensor)->torch.Tensor:
     number = clean.site_number(site) if hasattr(clean, "site_number") else site_number(site, clean.cfg.D)
     return torch.cat([(v * site_noise(clean.noise, clean.key, number, j, *v.shape, v.dtype)).sum(-1) for j in draws.split(1)])
 
-# %% ../nbs/06a_activations.ipynb #194447ea
+# %% ../nbs/06a_activations.ipynb #33d3133e
 def earlier(x:torch.Tensor)->torch.Tensor: "What was there one byte before, zero at the first: [B, T, K]."; return F.pad(x, (0, 0, 1, 0))[:, :-1]
 
 def cell_trace(dh:torch.Tensor,     # [B, T, d]: gradient at the hidden output
@@ -141,7 +141,7 @@ def cell_trace(dh:torch.Tensor,     # [B, T, d]: gradient at the hidden output
     dc = torch.stack(dc, 1)
     return torch.cat([dc*g * i*(1 - i), dc*earlier(cell) * f*(1 - f), dc*i * (1 - g**2), dh*squashed * o*(1 - o)], -1)
 
-# %% ../nbs/06a_activations.ipynb #0a4b6c19
+# %% ../nbs/06a_activations.ipynb #6344423e
 TOKENS = 512  # bytes in one product, always: part of what fixes the bits
 
 def outer(g:torch.Tensor,  # [B, T, O] or [BT, O]: gradient at a layer's output
@@ -170,7 +170,7 @@ def weight_gradients(acts:dict,   # a clean pass's activations
         else: grad |= {f"{block}.w_ih": outer(g, seen("norm1")), f"{block}.w_hh": outer(g, earlier(seen("hidden")))}
     return grad
 
-# %% ../nbs/06a_activations.ipynb #6da41c6d
+# %% ../nbs/06a_activations.ipynb #871bd62b
 class Top(NamedTuple):
     "What the head and the last norm say, exactly."
     grad:dict                   # float64 gradients of E, and with the stream of `norm` (and `proj_out`)
@@ -195,11 +195,11 @@ def top_gradient(theta:dict, acts:dict,
     centred = out - out.mean(-1, keepdim=True)
     root = (centred.square().mean(-1, keepdim=True) + 1e-5).rsqrt()
     unit, scaled = centred * root, g * theta["norm"]
-    grad["norm"] = ordered_sum((g * unit).T) / len(y)
+    grad["norm"] = (g * unit).sum(0, dtype=torch.float64) / len(y)
     ds = root * (scaled - scaled.mean(-1, keepdim=True) - unit * (scaled * unit).mean(-1, keepdim=True))
     return Top(grad, ds.view(*targets.shape, -1))
 
-# %% ../nbs/06a_activations.ipynb #e67e6679
+# %% ../nbs/06a_activations.ipynb #1e8338dc
 class ControlVariate:
     "What the guesses are learnt from: fading second moments of each site's estimate with the top's gradient. Part of a checkpoint."
     def __init__(self, model:ModelConfig, config:DustConfig):
@@ -209,11 +209,15 @@ class ControlVariate:
         self.second = torch.zeros(model.d, model.d, dtype=torch.float64)                           # of δs with itself
         self.maps = {s: c.clone() for s, c in self.cross.items()}                                  # A
 
-    def guess(self, site:str, top:Top, acts:dict):
+    def guess(self,
+              site:str,
+              stream:torch.Tensor,  # δs [B, T, d]
+              slope=None,           # of GELU [B, T, 4d], at an MLP's inner layer
+             ):
         "v [B, T, K], or None while it only listens."
         if self.off or self.updates < self.config.warmup: return None
-        v = top.stream @ self.maps[site].T.to(top.stream.dtype)
-        return v * gelu_slope(acts[site]) if site.endswith("up") else v
+        v = stream @ self.maps[site].T.to(stream.dtype)
+        return v if slope is None else v * slope
 
     def watch(self, site:str, rewards:torch.Tensor, told:torch.Tensor)->bool:
         "Note the part of the rewards' power that a guess explains; False, and off for good, when it adds more than there was."
@@ -229,20 +233,19 @@ class ControlVariate:
         return False
 
     def learn(self, lessons:list):
-        "Take in the batches of an update, each (site -> ĝ, Top, activations); a later update's guess knows of them."
+        "Take in the batches of an update, each (site -> ĝ, δs, site -> slope); a later update's guess knows of them."
         self.updates += 1
         if self.off or self.updates > self.config.dense and self.updates % 4: return
         w, (d, _) = self.config.decay, self.second.shape
-        self.second.mul_(w).add_(sum(outer(t.stream, t.stream) for _, t, _ in lessons) / len(lessons), alpha=1 - w)
+        self.second.mul_(w).add_(sum(outer(ds, ds) for _, ds, _ in lessons) / len(lessons), alpha=1 - w)
         for site, total in self.cross.items():
-            total.mul_(w).add_(sum(self._moment(site, *lesson) for lesson in lessons) / len(lessons), alpha=1 - w)
+            total.mul_(w).add_(sum(self._moment(g[site], ds, slopes.get(site)) for g, ds, slopes in lessons) / len(lessons), alpha=1 - w)
             self.maps[site] = torch.linalg.solve(self.second + self.config.ridge * self.second.diagonal().mean().clamp(min=1e-300) * torch.eye(d), total.T).T.contiguous()
         if not all(a.isfinite().all() for a in self.maps.values()): self._leave("what it has learnt is not finite")
 
-    def _moment(self, site, grads, top, acts):
-        if not site.endswith("up"): return outer(grads[site], top.stream)
-        slope = gelu_slope(acts[site])
-        return outer(grads[site] * slope, top.stream) / (ordered_sum((slope*slope).flatten(0, 1).T) / slope[..., 0].numel())[:, None].clamp(min=1e-300)
+    def _moment(self, g, ds, slope):
+        if slope is None: return outer(g, ds)
+        return outer(g * slope, ds) / (slope.square().sum((0, 1), dtype=torch.float64) / slope[..., 0].numel())[:, None].clamp(min=1e-300)
 
     def tensors(self)->dict: "What it has learnt, by name, for a checkpoint."; return {f"cross.{s}": t for s, t in self.cross.items()} | {f"map.{s}": t for s, t in self.maps.items()} | {"second": self.second}
     def state(self)->dict: "The rest, as JSON values."; return dict(updates=self.updates, off=self.off, explained=dict(self.explained))
@@ -252,7 +255,7 @@ class ControlVariate:
         for name, t in self.tensors().items(): t.copy_(tensors[name])
         self.updates, self.off, self.explained = state["updates"], state["off"], dict(state["explained"])
 
-# %% ../nbs/06a_activations.ipynb #aee57ccb
+# %% ../nbs/06a_activations.ipynb #8900d2f0
 def trained(model:ModelConfig, config:DustConfig)->list:
     "Names of the parameters that an estimate has a gradient for, in canonical order, E last."
     exact = {"norm", "proj_out"} if config.top else set()
@@ -262,16 +265,16 @@ def _one_batch(clean, first:int, config:DustConfig, state)->tuple:
     "(float64 gradients, what the control variate learns from) of one batch; draws are numbered from first · n."
     acts, theta = clean.activations, clean.theta
     top = top_gradient(theta, acts, clean.windows[:, 1:], config.top) if config.top or config.head == "delta" else Top({}, None)
-    found = {}
+    found, slopes = {}, {s: gelu_slope(acts[s]) for s in (f"blocks.{i}.up" for i in range(clean.cfg.D)) if config.cv or config.tier == "C"}
     for site in config.sites(clean.cfg.D):
-        n, guess = config.of("n", site), state.guess(site, top, acts) if config.cv else None
+        n, guess = config.of("n", site), state.guess(site, top.stream, slopes.get(site)) if config.cv else None
         found[site] = site_gradient(clean, site, torch.arange(first*n, (first + 1)*n), config.of("sigma", site), config.of("gamma", site), config.baseline,
                                     guess, lambda rewards, told: state.watch(site, rewards, told))
     sites = dict(found)
     if config.tier != "A": sites[f"blocks.{clean.cfg.D - 1}.down"] = top.stream
     if config.tier == "C":
-        for b in (f"blocks.{i}" for i in range(clean.cfg.D)): sites[f"{b}.up"] = (sites[f"{b}.down"] @ theta[f"{b}.w_down"]) * gelu_slope(acts[f"{b}.up"])
-    return weight_gradients(acts, sites, config.trace) | top.grad, (found, top, acts)
+        for b in (f"blocks.{i}" for i in range(clean.cfg.D)): sites[f"{b}.up"] = (sites[f"{b}.down"] @ theta[f"{b}.w_down"]) * slopes[f"{b}.up"]
+    return weight_gradients(acts, sites, config.trace) | top.grad, (found, top.stream, slopes)
 
 def dust(objective:Objective,     # with `clean`: the paper's expert
          theta:dict,
@@ -293,7 +296,7 @@ def dust(objective:Objective,     # with `clean`: the paper's expert
     if config.cv: state.learn(lessons)
     return Estimate({n: total[n].to(theta[n].dtype) for n in trained(objective.cfg, config)}, torch.stack(losses))
 
-# %% ../nbs/06a_activations.ipynb #c8a169d3
+# %% ../nbs/06a_activations.ipynb #3addd865
 def share(model:ModelConfig, site:str)->float:
     "What a replay from a site costs, as a part of a forward: multiplications from the perturbed layer on."
     number, d = site_number(site, model.D), model.d
@@ -313,7 +316,7 @@ def operations(model:ModelConfig, config:DustConfig, B:int, T:int, A:int=1)->dic
     cv = sum(4*k*d + 2*k*config.of("n", s) for s, k in widths.items()) + 2*d*d if config.cv else 0
     return dict(forwards=byte_forwards(model, config, B, T, A) * ops_per_token(model), products=bytes * (32*model.D*d*d + inside), head=bytes * head, cv=bytes * cv)
 
-# %% ../nbs/06a_activations.ipynb #472bb885
+# %% ../nbs/06a_activations.ipynb #ddd15e4c
 def lstm_steps(m:nn.LSTM, x:torch.Tensor, state=None, noise=None)->tuple:
     "One-layer nn.LSTM byte by byte, with noise [B, T, H] at its hidden output: hidden [B, T, H], gates [B, T, 4H], cell [B, T, H]."
     zero = x.new_zeros(len(x), m.hidden_size)

@@ -7,6 +7,7 @@ __all__ = ['IMPLS', 'build', 'kernel', 'CpuObjective', 'CpuCleanPass', 'CpuGruOb
 
 # %% ../nbs/05_kernels.ipynb #35f37a74
 import ctypes, hashlib, os, platform, shlex, shutil, subprocess, sys, tempfile
+from collections.abc import Mapping
 from functools import lru_cache
 from pathlib import Path
 
@@ -186,9 +187,9 @@ class CpuCleanPass(CleanPass):
         return torch.cat([p.view(self.T, K, n).permute(2, 0, 1) for p, n in zip(parts, self.tiles)])[:self.B]
 
     @property
-    def activations(self)->dict:
-        "name -> [B, T, K], as in the reference, but for an MLP's output, which is `out` less `middle`."
-        return {n: self._unpack(self.fields[n], K) for n, K in self._fields().items()}
+    def activations(self)->Mapping:
+        "name -> [B, T, K], as in the reference, but for an MLP's output, which is `out` less `middle`; each is unpacked when it is first asked for."
+        return _Unpacked(self)
 
     def _noise(self, number, draws):
         if draws.min() < 0 or draws.max() >= 2**16: raise SomaError("draws: must be between 0 and 65,535")
@@ -207,6 +208,15 @@ class CpuCleanPass(CleanPass):
         total = torch.zeros(sum(self.tiles) * self.T * K)
         _call(self.objective._kernel(), "soma_site_sum", self.cfg.d, self.cfg.D, self.cfg.d_E, self.B, self.T, *self._noise(number, draws), rewards.float().contiguous(), total, torch.get_num_threads())
         return self._unpack(total, K)
+
+class _Unpacked(Mapping):
+    "A clean pass's fields by name."
+    def __init__(self, clean): self.clean, self.widths, self.found = clean, clean._fields(), {}
+    def __getitem__(self, name):
+        if name not in self.found: self.found[name] = self.clean._unpack(self.clean.fields[name], self.widths[name])
+        return self.found[name]
+    def __iter__(self): return iter(self.widths)
+    def __len__(self): return len(self.widths)
 
 # %% ../nbs/05_kernels.ipynb #d436ab3e
 class CpuGruObjective(GruObjective):
