@@ -76,7 +76,7 @@ def build(*defines:str)->Path:
 # %% ../nbs/05_kernels.ipynb #061261f7
 _C = dict(i=ctypes.c_int, u=ctypes.c_uint32, l=ctypes.c_long, f=ctypes.c_float, p=ctypes.c_void_p)
 _CALLS = dict(soma_tiles="lp", soma_losses="iiipppll iuuuppl fpl pi", soma_combine="iii iuuuppl pi", soma_tokens="iii lppp ll ppp ppi",
-              soma_clean="iiipppll ppi", soma_site_losses="iiipppll pii uuu pl f pi", soma_site_sum="iii ll ii uuu pl ppi", soma_gru_losses="iippll pp lfpl pi")
+              soma_clean="iiipppll ppi", soma_site_losses="iiipppll pii uuu pl f pi", soma_site_sum="iii ll ii uuu pl ppi", soma_site_dot="iii ll ii uuu pl ppi", soma_unpack="ll i pi pi", soma_cell_trace="i ll ppp i pi", soma_gru_losses="iippll pp lfpl pi")
 
 @lru_cache(None)
 def kernel(*defines:str)->ctypes.CDLL:
@@ -175,16 +175,22 @@ class CpuCleanPass(CleanPass):
         self.windows, room = _bytes(self.windows), torch.zeros(self.B, dtype=torch.int64)
         self.tiles = room[:self.objective._kernel().soma_tiles(self.B, room.data_ptr())].tolist()   # sequences that fit into each tile
         self.flat, self.E, self.losses = body_layout(self.cfg).flatten(self.theta), self.theta["E"].contiguous(), torch.empty(self.B, self.T)
-        self.fields = {n: torch.zeros(sum(self.tiles) * self.T * K) for n, K in self._fields().items()}
+        sizes = [sum(self.tiles) * self.T * K for K in self._fields().values()]
+        self.memory = self.objective.__dict__.pop("_memory", None)   # of a pass that is gone: touching new memory takes longer than computing what is put there
+        if self.memory is None or self.memory.numel() != sum(sizes): self.memory = torch.empty(sum(sizes))
+        self.fields = dict(zip(self._fields(), self.memory.split(sizes)))
         self.pointers = (ctypes.c_void_p * len(self.fields))(*(t.data_ptr() for t in self.fields.values()))
         _call(self.objective._kernel(), "soma_clean", *self._model(), self.pointers, self.losses, torch.get_num_threads())
 
+    def __del__(self): self.objective._memory = getattr(self, "memory", None)
+
     def _model(self): return self.cfg.d, self.cfg.D, self.cfg.d_E, self.flat, self.E, self.windows, self.B, self.T
 
-    def _unpack(self, field, K)->torch.Tensor:
-        "From tiles of [T, K, sequences] to [B, T, K]."
-        parts = field.split([n * self.T * K for n in self.tiles])
-        return torch.cat([p.view(self.T, K, n).permute(2, 0, 1) for p, n in zip(parts, self.tiles)])[:self.B]
+    def _unpack(self, field, K, slope=False)->torch.Tensor:
+        "From tiles of [T, K, sequences] to [B, T, K]; with slope, GELU's derivative there."
+        rows = torch.empty(self.B, self.T, K)
+        _call(self.objective._kernel(), "soma_unpack", self.B, self.T, K, field, slope, rows, torch.get_num_threads())
+        return rows
 
     @property
     def activations(self)->Mapping:
@@ -208,6 +214,21 @@ class CpuCleanPass(CleanPass):
         total = torch.zeros(sum(self.tiles) * self.T * K)
         _call(self.objective._kernel(), "soma_site_sum", self.cfg.d, self.cfg.D, self.cfg.d_E, self.B, self.T, *self._noise(number, draws), rewards.float().contiguous(), total, torch.get_num_threads())
         return self._unpack(total, K)
+
+    def site_dot(self, site, draws, v):
+        "As in `CleanPass`, in float32."
+        number, K = self._site(site)
+        out = torch.empty(len(draws), self.B, self.T)
+        _call(self.objective._kernel(), "soma_site_dot", self.cfg.d, self.cfg.D, self.cfg.d_E, self.B, self.T, *self._noise(number, draws), v.float().contiguous(), out, torch.get_num_threads())
+        return out
+
+    def gelu_slope(self, block:str)->torch.Tensor: "GELU's derivative at a block's inner layer, [B, T, 4d]."; return self._unpack(self.fields[f"{block}.up"], 4*self.cfg.d, True)
+
+    def cell_trace(self, block:str, dh:torch.Tensor, trace:bool=True)->torch.Tensor:
+        "From a gradient [B, T, d] at a block's hidden output to its gates [B, T, 4d], through the cell alone; without the trace, each byte for itself."
+        rows = torch.empty(self.B, self.T, 4*self.cfg.d)
+        _call(self.objective._kernel(), "soma_cell_trace", self.cfg.d, self.B, self.T, self.fields[f"{block}.gates"], self.fields[f"{block}.cell"], dh.float().contiguous(), trace, rows, torch.get_num_threads())
+        return rows
 
 class _Unpacked(Mapping):
     "A clean pass's fields by name."

@@ -314,3 +314,8 @@ class CleanPass:
         total = rewards.new_zeros(self.B, self.T, K)
         for j, r in zip(draws.split(1), rewards): total += r[..., None] * site_noise(self.noise, self.key, number, j, self.B, self.T, K, rewards.dtype)[0]
         return total
+
+    def site_dot(self, site:str, draws:torch.Tensor, v:torch.Tensor)->torch.Tensor:
+        "⟨v, noise_j⟩ at every byte, for v [B, T, K]: [n, B, T]."
+        number, K = self._site(site)
+        return torch.cat([(v * site_noise(self.noise, self.key, number, j, self.B, self.T, K, v.dtype)).sum(-1) for j in draws.split(1)])

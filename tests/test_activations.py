@@ -1,5 +1,5 @@
 "Laws of activation noise: what the estimate is on average and how it scatters, by enumeration and by counting; the same by any route; what is refused."
-import itertools, json, math
+import itertools, json, math, platform
 from dataclasses import replace
 
 import pytest
@@ -12,7 +12,7 @@ from soma.activations import (TIERS, ControlVariate, DustConfig, ModuleDust, byt
                               top_gradient, trained, weight_gradients)
 from soma.core import Key, ModelConfig, SomaError
 from soma.estimators import delta_rule, exact_gradient, spsa
-from soma.kernels import CpuObjective
+from soma.kernels import CpuObjective, kernel
 from soma.models import SITES, ExpertObjective, Objective, init_params, ops_per_token, site_number, token_losses
 from soma.probes import layout_of, site_noise
 
@@ -152,7 +152,7 @@ def test_scans_and_online_traces_give_the_same_gradient(gamma):
     clean, draws = ExpertObjective(model).clean(theta, windows, Key(2)), torch.arange(1)
     acts = clean.activations
     for site in ("blocks.1.up", "blocks.0.hidden"):
-        scanned = weight_gradients(acts, {site: site_gradient(clean, site, draws, sigma, gamma)})
+        scanned = weight_gradients(clean, {site: site_gradient(clean, site, draws, sigma, gamma)})
         change = loss_changes(clean, site, draws, sigma)[0] / sigma                                  # [B, T]
         z = site_noise("rademacher", Key(2), site_number(site, 2), draws, 2, 9, width(site, 4), torch.float64)[0]
         online = torch.zeros(16, 4, dtype=torch.float64)
@@ -200,6 +200,32 @@ def test_the_top_is_exact_with_projections_and_without():
         assert torch.allclose(last, want[f"blocks.{model.D - 1}.w_down"], rtol=1e-9, atol=1e-13)
 
 def test_gelu_slope(): x = torch.linspace(-4, 4, 33).double().requires_grad_(); assert torch.allclose(gelu_slope(x.detach()), torch.autograd.grad(F.gelu(x).sum(), x)[0], atol=1e-14)
+
+@pytest.mark.parametrize("B, d, target", [(3, 5, None), (16, 8, None), (70, 6, None), (37, 6, "-march=x86-64"), (37, 6, "-march=haswell")])
+def test_the_kernel_s_trace_slope_and_dot(B, d, target):
+    "Compiled and plain, on tiles that are full, partly full and several, for several widths of vectors."
+    if target and platform.machine() != "x86_64": pytest.skip("builds for other x86 processors")
+    class Target(CpuObjective): _kernel = staticmethod(lambda: kernel(*[target] * bool(target)))
+    model = ModelConfig(d, 2, d)
+    theta, windows = moved(model, dtype=torch.float32), text(B, 7)
+    fast, plain = Target(model).clean(theta, windows, Key(5)), ExpertObjective(model).clean({n: t.double() for n, t in theta.items()}, windows, Key(5))
+    dh = Key(2).normal("sample", torch.arange(-(-B*7*d // 4))).flatten()[:B*7*d].view(B, 7, d)
+    for b in ("blocks.0", "blocks.1"):
+        for trace in (True, False): assert torch.allclose(fast.cell_trace(b, dh, trace).double(), cell_trace(dh, plain.activations[f"{b}.gates"], plain.activations[f"{b}.cell"], trace), atol=3e-5)
+        assert torch.allclose(fast.gelu_slope(b).double(), gelu_slope(plain.activations[f"{b}.up"]), atol=1e-5)
+        for site in (f"{b}.hidden", f"{b}.up"):
+            v = torch.cat([dh] * (width(site, d) // d), -1)
+            assert torch.allclose(fast.site_dot(site, torch.tensor([0, 3]), v).double(), plain.site_dot(site, torch.tensor([0, 3]), v), atol=1e-4)
+
+def test_passes_that_come_and_go_do_not_disturb_each_other():
+    "Memory goes from a pass that is gone to the next one, never from one that is asked again."
+    theta, windows, o = moved(MODEL, dtype=torch.float32), text(6, 9), CpuObjective(MODEL)
+    ask = lambda c: (c.site_losses("blocks.1.up", torch.arange(2), 0.1), c.activations["blocks.0.gates"])
+    first, want = o.clean(theta, windows, Key(1)), ask(CpuObjective(MODEL).clean(theta, windows, Key(1)))
+    second = o.clean(theta, text(6, 9, 5), Key(2))
+    acts = o.clean(theta, windows, Key(1)).activations   # outlives its pass
+    for w in (windows, text(11, 4)): o.clean(theta, w, Key(3))
+    assert all(torch.equal(a, b) for a, b in zip(ask(first), want)) and not torch.equal(ask(second)[1], want[1]) and torch.equal(acts["blocks.0.gates"], want[1])
 
 # ---- whole updates
 
@@ -360,6 +386,7 @@ def test_objectives_that_cannot():
     quadratic = Objective(layout_of(dict(w=torch.ones(3))), lambda s, b: s["w"].square().sum(-1))
     with pytest.raises(SomaError, match="no loss of every byte"): dust(quadratic, dict(w=torch.ones(3)), [None], Key(1))
     with pytest.raises(SomaError, match="ControlVariate"): dust(ExpertObjective(TINY), moved(TINY), [text(2, 3)], Key(1), DustConfig(cv=True))
+    with pytest.raises(SomaError, match="these sites"): dust(ExpertObjective(TINY), moved(TINY), [text(2, 3)], Key(1), DustConfig("B", cv=True), ControlVariate(TINY, DustConfig(cv=True)))
     with pytest.raises(SomaError, match="blocks.2.up"): dust(ExpertObjective(TINY), moved(TINY), [text(2, 3)], Key(1), DustConfig(gamma={"blocks.2.up": 0.5}))
     theta = moved(TINY) | {"blocks.1.w_up": torch.full((12, 3), math.inf, dtype=torch.float64)}
     with pytest.raises(SomaError, match="not finite"): dust(ExpertObjective(TINY), theta, [text(2, 3)], Key(1))

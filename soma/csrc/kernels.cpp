@@ -91,6 +91,45 @@ template <int NV> void forward(const Shape& s, const Model& m, const Head& head,
   pass.run(m, head, &table, tile, out);
 }
 
+// Rows [B][T][width] of a tile's sequences at one byte: to lanes and back. Lanes without a sequence are given the last one's, and give nothing.
+template <int NV> struct Rows {
+  static constexpr int L = NV * W;
+  long first, T;
+  int used, K;
+  Array<float> local;   // the rows of one byte, close together: their own places are so far apart that they would push each other out of the cache
+  Rows(long first, long B, long T, int K) : first(first), T(T), used((int)std::min<long>(L, B - first)), K(K), local((size_t)L * K) {}
+  size_t place(int b, long t) const { return ((first + b) * T + t) * K; }
+
+  void load(const float* rows, long t, vf* lanes) const {
+    const float* from[L];
+    for (int b = 0; b < L; b++) {
+      from[b] = local.get() + (size_t)b * K;
+      memcpy(local.get() + (size_t)b * K, rows + place(std::min(b, used - 1), t), K * sizeof(float));
+    }
+    int k = 0;
+    for (; k + 4 <= K; k += 4)
+      for (int v = 0; v < NV; v++) {
+        vf four[4];
+        gather4(from + v * W, k, four);
+        UNROLL for (int c = 0; c < 4; c++) lanes[(size_t)(k + c) * NV + v] = four[c];
+      }
+    for (float* to = (float*)lanes; k < K; k++) for (int b = 0; b < L; b++) to[(size_t)k * L + b] = from[b][k];
+  }
+  void store(const float* lanes, long t, float* rows) const {
+    float* to[L];
+    for (int b = 0; b < L; b++) to[b] = local.get() + (size_t)b * K;
+    int k = 0;
+    for (; k + 4 <= K; k += 4)
+      for (int v = 0; v < NV; v++) {
+        vf four[4];
+        UNROLL for (int c = 0; c < 4; c++) memcpy(four + c, lanes + ((size_t)(k + c) * NV + v) * W, sizeof(vf));
+        scatter4(four, to + v * W, k);
+      }
+    for (; k < K; k++) for (int b = 0; b < L; b++) to[b][k] = lanes[(size_t)k * L + b];
+    for (int b = 0; b < used; b++) memcpy(rows + place(b, t), to[b], K * sizeof(float));
+  }
+};
+
 template <class F> int guarded(F f) {
   try { f(); return 0; }
   catch (const std::bad_alloc&) { return 1; }
@@ -261,6 +300,74 @@ int soma_site_sum(int d, int D, int dE, long B, long T, int number, int family, 
               memcpy(to, &sum, sizeof sum);
             }
         }
+      }
+    });
+  });
+}
+
+// dots [n][B][T]: ⟨v, noise_j⟩ at the site, v [B][T][width], the noise drawn again.
+int soma_site_dot(int d, int D, int dE, long B, long T, int number, int family, uint32_t seed, uint32_t step, uint32_t stream, const int32_t* draws, long n,
+                  const float* v, float* dots, int threads) {
+  return guarded([&] {
+    const Site site(Shape{d, D, dE}, number);
+    Tiles(B).each(threads, n, [&](auto nv, long first, long j) {
+      constexpr int NV = decltype(nv)::value;
+      const Rows<NV> rows(first, B, T, site.width);
+      Noise<NV> noise({{seed, step}, stream, family}, site.width);
+      Array<vf> lanes((size_t)site.width * NV);
+      for (long t = 0; t < T; t++) {
+        rows.load(v, t, lanes.get());
+        noise.draw(number, draws[j], t, first);
+        vf sum[NV] = {};
+        for (int k = 0; k < site.width; k++) for (int i = 0; i < NV; i++) sum[i] += noise.at(k, i, lanes.get()[(size_t)k * NV + i]);
+        float found[NV * W];
+        memcpy(found, sum, sizeof found);
+        for (int b = 0; b < rows.used; b++) dots[(j * B + first + b) * T + t] = found[b];
+      }
+    });
+  });
+}
+
+// rows [B][T][width] of a field, which is laid out by tiles; with slope, of GELU's derivative at it.
+int soma_unpack(long B, long T, int width, const float* field, int slope, float* rows, int threads) {
+  return guarded([&] {
+    Tiles(B).each(threads, 1, [&](auto nv, long first, long) {
+      constexpr int NV = decltype(nv)::value;
+      const Rows<NV> to(first, B, T, width);
+      Array<vf> lanes((size_t)width * NV);
+      for (long t = 0; t < T; t++) {
+        const float* from = field + ((size_t)first * T + t * NV * W) * width;
+        if (slope) {
+          memcpy((void*)lanes.get(), from, (size_t)width * NV * sizeof(vf));
+          for (int i = 0; i < width * NV; i++) lanes.get()[i] = gelu_slope(lanes.get()[i]);
+          from = (const float*)lanes.get();
+        }
+        to.store(from, t, rows);
+      }
+    });
+  });
+}
+
+// rows [B][T][4d]: from a gradient dh [B][T][d] at the hidden output to the gates, through the cell; gates and cell are fields.
+int soma_cell_trace(int d, long B, long T, const float* gates, const float* cell, const float* dh, int trace, float* rows, int threads) {
+  return guarded([&] {
+    Tiles(B).each(threads, 1, [&](auto nv, long first, long) {
+      constexpr int NV = decltype(nv)::value, L = NV * W;
+      const Rows<NV> from(first, B, T, d), to(first, B, T, 4 * d);
+      Array<vf> h((size_t)d * NV), carry((size_t)d * NV), out((size_t)4 * d * NV);
+      for (long t = T - 1; t >= 0; t--) {
+        const float *g4 = gates + ((size_t)first * T + t * L) * 4 * d, *c1 = cell + ((size_t)first * T + t * L) * d;
+        from.load(dh, t, h.get());
+        for (int i = 0; i < d * NV; i++) {
+          auto at = [](const float* p, size_t i) INLINED { vf x; memcpy(&x, p + i * W, sizeof x); return x; };
+          const size_t wide = (size_t)d * NV;
+          const vf in = sigmoid(at(g4, i)), forget = sigmoid(at(g4, wide + i)), g = tanh_of(at(g4, 2 * wide + i)), o = sigmoid(at(g4, 3 * wide + i)), s = tanh_of(at(c1, i));
+          const vf before = t ? at(c1 - (size_t)L * d, i) : vf{}, dh1 = h.get()[i], dc = dh1 * o * (1.0f - s * s) + carry.get()[i];
+          out.get()[i] = dc * g * (in - in * in), out.get()[wide + i] = dc * before * (forget - forget * forget);
+          out.get()[2 * wide + i] = dc * in * (1.0f - g * g), out.get()[3 * wide + i] = dh1 * s * (o - o * o);
+          if (trace) carry.get()[i] = forget * dc;
+        }
+        to.store((const float*)out.get(), t, rows);
       }
     });
   });

@@ -99,15 +99,17 @@ INLINE vf exp_minus(vf x, float scale = 1.0f) { return exp2_of(within(x, 28.0f /
 INLINE vf sigmoid(vf x) { return reciprocal(1.0f + exp_minus(x)); }
 INLINE vf tanh_of(vf x) { vf e = exp_minus(x, 2.0f); return (1.0f - e) * reciprocal(1.0f + e); }
 
-// x · Φ(x), Φ(x) - 1/2 = x · Q(x²): a polynomial on |x| <= 5.5, beyond which Φ is 0 or 1 to 2e-8.
-INLINE vf gelu(vf x) {
+// Φ(x) of the normal distribution, Φ(x) - 1/2 = x · Q(x²): a polynomial on |x| <= 5.5, beyond which Φ is 0 or 1 to 2e-8.
+INLINE vf normal_cdf(vf x) {
   vf z = within(x, 5.5f), w = z * z * (2.0f / 30.25f) - 1.0f;
   vf q = splat(-0.000190655567f);
   q = q * w + 0.000592047749f; q = q * w - 0.000673302884f; q = q * w + 0.000841154721f; q = q * w - 0.00224018176f; q = q * w + 0.00447751606f;
   q = q * w - 0.00692995734f; q = q * w + 0.0103121173f; q = q * w - 0.0149637488f; q = q * w + 0.0203396221f; q = q * w - 0.0260538685f;
   q = q * w + 0.0320737187f; q = q * w - 0.0387924128f; q = q * w + 0.0477374508f; q = q * w - 0.0641723453f; q = q * w + 0.128551932f;
-  return x * (z * q + 0.5f);
+  return z * q + 0.5f;
 }
+INLINE vf gelu(vf x) { return x * normal_cdf(x); }
+INLINE vf gelu_slope(vf x) { vf z = within(x, 12.0f); return normal_cdf(x) + z * (0.3989422804f * exp2_of(z * z, -0.5f * LOG2E)); }
 
 // 1/√x, rounded twice; not a number where x is infinite, so that an overflow shows.
 INLINE vf inverse_root(vf x) {
@@ -148,6 +150,26 @@ INLINE void gather4(const float* const* from, int offset, vf* out) {
   for (int lane = 0; lane < W; lane++)
     for (int c = 0; c < 4; c++) m[c][lane] = from[lane][offset + c];
   memcpy(out, m, sizeof m);
+#endif
+}
+
+// The way back: to[lane][offset + c] = in[c][lane].
+INLINE void scatter4(const vf* in, float* const* to, int offset) {
+#if defined(__AVX512F__)
+  __m512d p = _mm512_castps_pd(_mm512_unpacklo_ps((__m512)in[0], (__m512)in[1])), q = _mm512_castps_pd(_mm512_unpackhi_ps((__m512)in[0], (__m512)in[1]));
+  __m512d r = _mm512_castps_pd(_mm512_unpacklo_ps((__m512)in[2], (__m512)in[3])), s = _mm512_castps_pd(_mm512_unpackhi_ps((__m512)in[2], (__m512)in[3]));
+  __m512 a[4] = {_mm512_castpd_ps(_mm512_unpacklo_pd(p, r)), _mm512_castpd_ps(_mm512_unpackhi_pd(p, r)), _mm512_castpd_ps(_mm512_unpacklo_pd(q, s)), _mm512_castpd_ps(_mm512_unpackhi_pd(q, s))};
+  UNROLL for (int s = 0; s < 4; s++) {
+    _mm_storeu_ps(to[s] + offset, _mm512_castps512_ps128(a[s]));
+    _mm_storeu_ps(to[s + 4] + offset, _mm512_extractf32x4_ps(a[s], 1));
+    _mm_storeu_ps(to[s + 8] + offset, _mm512_extractf32x4_ps(a[s], 2));
+    _mm_storeu_ps(to[s + 12] + offset, _mm512_extractf32x4_ps(a[s], 3));
+  }
+#else
+  float m[4][W];
+  memcpy(m, in, sizeof m);
+  for (int lane = 0; lane < W; lane++)
+    for (int c = 0; c < 4; c++) to[lane][offset + c] = m[c][lane];
 #endif
 }
 
