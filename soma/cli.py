@@ -37,9 +37,12 @@ def _preset(p): p.add_argument("--preset", default="small", help="paper, small (
 def _training(p):
     p.add_argument("--quiet", action="store_true", help="no progress bar")
     p.add_argument("--tensorboard", action="store_true", help="the training metrics also as event files: tensorboard --logdir RUN shows them (needs pip install -e '.[tensorboard]')")
+    p.add_argument("--estimator", default="spsa", help="where gradients come from: spsa, the paper's, or noise at the layers' outputs: dust:A (no derivative below the logits), dust:B (exact at the top, and the cell's own trace) or dust:C (B, and the chain rule inside a block's MLP); "
+                   "with dust the preset's lr is 5e-3 (experts: 1.5e-3), cosine, Adam's second decay .99, B at least 32 (default: %(default)s)")
+    p.add_argument("--cv", action="store_true", help="dust: a learned control variate, which also takes the exact gradient of the head and the last norm")
     p.add_argument("--chunk", type=int, help="perturbed models in flight: memory and speed, never the result (default: what suits the machine's cache)")
-    for name, kind, what in (("P", int, "perturbation directions per batch (n_pert)"), ("B", int, "sequences per batch"), ("T", int, "bytes of a training window, at most 1024"),
-                             ("A", int, "accumulated batches per update"), ("lr", float, "initial step size"), ("eps", float, "initial perturbation radius"),
+    for name, kind, what in (("P", int, "spsa: perturbation directions per batch (n_pert)"), ("B", int, "sequences per batch"), ("T", int, "bytes of a training window, at most 1024"),
+                             ("A", int, "accumulated batches per update"), ("lr", float, "initial step size"), ("eps", float, "spsa: initial perturbation radius"),
                              ("schedule", str, "plateau or cosine"), ("seed", int, "random seed of batches, probes and initial parameters"), ("tile", int, "sequences computed together")):
         p.add_argument(f"--{name}", type=kind, default=None, metavar=name.upper(), help=f"{what} (default: the preset's)")
     for name, what, usual in (("d", "width of an expert's body", 32), ("D", "residual blocks", 2), ("d_E", "width of embedding and decoder", 32)):
@@ -84,7 +87,7 @@ def parser()->argparse.ArgumentParser:
     p = add("data", "data", "Make the store of a corpus: documents split for training, validation and test.", _out)
     p.add_argument("source", metavar="CORPUS", help=".txt, .jsonl, .jsonl.gz, .parquet, a folder, or hub:OWNER/NAME[@COMMIT]:CONFIG[:SPLIT]")
     p.add_argument("--bytes", dest="max_bytes", type=byte_count, metavar="BYTES", help="only the first documents, until their text reaches this, e.g. 10e9 (default: all)")
-    add("seed", "seed", "Train the seed on the whole corpus: body by SPSA, head by the delta rule (§4).", _out, _corpus, _preset, _training, _machine)
+    add("seed", "seed", "Train the seed on the whole corpus: body by SPSA (or another --estimator), head by the delta rule (§4).", _out, _corpus, _preset, _training, _machine)
     add("cluster", "cluster", "Fit the router on the training stream and divide it among the experts (§4, Appendix D).", _out, _corpus, _preset, _clusters)
     add("train", "train_experts", "Train the experts from the seed's parameters, each on its own shard with its own loss (§4); seed and clustering first, where they are missing.", _out, _corpus, _preset, _training, _clusters, _experts, _machine)
     add("eval", "run_eval", "Score the run by the paper's protocol, beside simple baselines; print a table, save it under --out/eval.", _out, _corpus, _scoring, _active, _machine)

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 import soma.cli, soma.commands, soma.data, soma.train
-from soma.core import SomaError
+from soma.core import ModelConfig, SomaError, preset
 from soma.data import Store, build_store
 from soma.routing import fit_router
-from soma.train import load_checkpoint, locked, save_checkpoint
+from soma.train import load_checkpoint, locked, save_checkpoint, update_operations
 
 CARD = Path(__file__).resolve().parents[1]/"data_cards"/"pd_small"/"pd_small.jsonl.gz"
 TINY = ["--preset", "smoke", "--model-d", "8", "--model-d-E", "8", "--quiet"]
@@ -148,6 +148,7 @@ TRAINING = {
     "--seed -1": "seed", "--seed 4294967296": "seed", "--schedule linear": "plateau, cosine", "--preset banana": "small", "--model-d 0": "must be at least 1", "--model-D 0": "must be at least 1", "--model-d-E -1": "must be at least 1",
     "--seed-updates 0": "must be at least 1", "--expert-updates -5": "must be at least 1", "--chunk 0": "--chunk", "--threads 0": "--threads", "--workers -1": "--workers", "--device banana": "--device banana", "--device meta": "--device meta",
     "-N 0": "N", "-N -2": "N", "-N x": "-N", "--balance none": "nearest", "--bogus": "--bogus", "--see 1": "--see", "--out=": "--out", "--data=": "--data", "extra": "extra",
+    "--estimator dust:D": "spsa, dust:A", "--estimator=": "spsa, dust:A", "--estimator": "--estimator", "--cv": "--cv: spsa", "--estimator dust:A --P 8": "--P 8", "--estimator dust:C --cv --eps 0.1": "--eps 0.1: a setting of spsa", "--estimator spsa --cv": "--cv: spsa",
 }
 
 @pytest.mark.parametrize("given", TRAINING)
@@ -250,6 +251,40 @@ def test_checkpoint_of_another_configuration(given, was, run, check_refused):
     said = given.split()[1]
     check_refused([*SEED, *given.split()], "m/seed", was, f"not {said}")
     check_refused([*TRAIN, *given.split()], was, f"not {said}")
+
+def test_a_run_by_noise_at_outputs(fresh, check_refused, check_works):
+    "Its tier is in everything that names it, and it is not gone on with by another."
+    by = ["--estimator", "dust:B", "--cv"]
+    assert "20 updates by dust:B + cv" in check_works(*TRAIN, "--data", "corpus.jsonl", *by)
+    check_works(*EVAL)
+    said = check_works(*INFO).splitlines()
+    assert sum("20 updates by dust:B + cv" in line for line in said) == 3 and sum("control variate: learnt from 20 updates" in line for line in said) == 3
+    held = [line for line in said if line.startswith("  frozen: ")]
+    gains = ", ".join(f"blocks.{i}.norm{j}" for i in (0, 1) for j in (1, 2))
+    assert held == [f"  frozen: {gains}", f"  frozen: E, {gains}", f"  frozen: E, {gains}"]
+    scores = json.loads(Path("m/eval/test/scores.json").read_text())
+    assert scores["provenance"]["estimator"] == "dust:B + cv"
+    assert {json.loads(line)["estimator"] for p in Path("m").rglob("sessions.jsonl") for line in p.read_text().splitlines()} == {"dust:B + cv"}
+    assert {m["estimator"] for p in Path("m").rglob("metrics.jsonl") for m in map(json.loads, p.read_text().splitlines())} == {"dust:B + cv"}
+    for other in ([], ["--estimator", "dust:B"], ["--estimator", "dust:C", "--cv"]):
+        check_refused([*SEED, *other], "m/seed", "estimator = dust:B + cv, not " + (other[1] + " + cv" * ("--cv" in other) if other else "spsa"))
+        check_refused([*TRAIN, *other], "m/seed: this seed was trained by dust:B + cv, not ")
+    before = tree("m")
+    check_works(*TRAIN, *by); check_works(*SEED, "--estimator", "dust:B + cv")
+    assert tree("m") == before
+
+def test_noise_from_a_seed_by_spsa(run, check_refused):
+    shutil.rmtree("m/experts")
+    check_refused([*TRAIN, "--estimator", "dust:A"], "m/seed: this seed was trained by spsa, not dust:A", "--out")
+
+def test_the_demo_sets_two_estimators_side_by_side(fresh, check_works):
+    said = check_works("demo", "--data", "corpus.jsonl", "--out", "m", "--figures", "f", "--bytes", "5", *TINY)
+    spent = {p: json.loads(Path(f"m/{p}/result.json").read_text())["update"] * update_operations(ModelConfig(d=8, d_E=8), preset("smoke", e).seed) for p, e in (("seed", "spsa"), ("rival", "dust:A"))}
+    assert load_checkpoint("m/rival/checkpoint.safetensors")[1]["identity"]["train"]["estimator"] == "dust:A"
+    assert spent["rival"] == pytest.approx(spent["seed"], abs=0.51 * update_operations(ModelConfig(d=8, d_E=8), preset("smoke", "dust:A").seed))
+    assert "seed by dust:A, equal operations minus seed: " in said and "seed by dust:A, equal operations," in Path("f/demo.csv").read_text().replace('"', "") and "seed by dust:A" in Path("f/demo_training.svg").read_text()
+    shutil.rmtree("m/rival"); check_works("demo", "--out", "m2", "--data", "corpus.jsonl", "--figures", "f2", "--bytes", "5", "--estimator", "dust:A", *TINY)
+    assert not Path("m2/rival").exists() and json.loads(Path("f2/demo.json").read_text())["estimator"] == "dust:A"
 
 def test_a_finished_run_stays_as_it_is(run, check_works):
     before = tree("m")

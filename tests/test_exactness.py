@@ -5,9 +5,11 @@ import numpy as np
 import pytest
 import torch
 
+from soma.activations import ControlVariate, DustConfig, dust
 from soma.core import Key, ModelConfig, TrainConfig
 from soma.estimators import Estimate, delta_rule, spsa, spsa_summed
 from soma.inference import Ensemble
+from soma.kernels import expert_objective
 from soma.models import ExpertObjective, body_layout, init_params, ordered_sum, tiles, token_losses, window_losses
 from soma.optim import adam, adam_step
 from soma.probes import PROBES, probe_family, weighted_sum
@@ -98,6 +100,19 @@ def test_an_update(size):
         return {f"{i}.{n}": t for i, d in enumerate((estimate.grad, body, both[0].grad, both[1].grad)) for n, t in d.items()} | dict(loss=torch.tensor(estimate.loss, dtype=torch.float64))
     found = same(f, (1, 5))
     assert not torch.equal(found["1.blocks.0.w_ih"], theta["blocks.0.w_ih"]) and found["0.norm"].dtype == torch.float32
+
+@pytest.mark.parametrize("tier, cv, more", [("A", False, dict(n=3, baseline="loo")), ("B", True, dict(warmup=1, ridge=2.)), ("C", False, dict(n=2, noise="gaussian"))])
+@pytest.mark.parametrize("make, size", [(ExpertObjective, "d = 7"), *((expert_objective, size) for size in SIZES)], ids=("reference", *SIZES))
+def test_noise_at_outputs(make, size, tier, cv, more):
+    "Two updates' gradients and losses, and what the control variate learns."
+    model, B, T, tile = SIZES[size]
+    theta, batches, config = moved(init_params(model)), list(windows(2 * B, T).split(B)), DustConfig(tier=tier, cv=cv, **more)
+    def f(chunk):
+        state, objective = ControlVariate(model, config) if cv else None, make(model, tile, chunk)
+        found = [dust(objective, theta, batches, Key(5, step), config, state) for step in range(2)]
+        return {f"{step}.{n}": t for step, e in enumerate(found) for n, t in (e.grad | dict(losses=e.losses)).items()} | (state.tensors() if cv else {})
+    found = same(f, (1, 32))
+    assert not torch.equal(found["0.blocks.0.w_hh"], found["1.blocks.0.w_hh"]) and torch.equal(found["0.losses"], found["1.losses"])
 
 @pytest.mark.parametrize("n", [32_770, 40_000, 100_001])
 def test_mean_of_many_losses(n):

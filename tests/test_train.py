@@ -1,5 +1,5 @@
 "Laws of training: a run that is killed, stopped, extended, chunked, threaded or spread over processes ends in the same bytes."
-import gc, json, math, multiprocessing, os, shutil, signal, subprocess, sys, threading, time
+import gc, gzip, json, math, multiprocessing, os, shutil, signal, subprocess, sys, threading, time
 from collections import Counter
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -10,13 +10,16 @@ import safetensors.torch
 import torch
 
 import soma.core, soma.train
-from soma.core import Key, ModelConfig, SomaError, TrainConfig, derive_seed, write_json
+from soma.activations import ControlVariate, byte_forwards, dust, trained
+from soma.core import Key, ModelConfig, SomaError, TrainConfig, derive_seed, preset, write_json
 from soma.data import Shards, Store, batch, build_store, make_shards
 from soma.estimators import Estimate
+from soma.kernels import expert_objective
 from soma.models import ExpertObjective, init_params
 from soma.probes import PROBES
-from soma.train import Job, Run, Stopped, TogetherJob, digest, finished, load_checkpoint, load_kept, load_theta, read_metrics, run_jobs, save_checkpoint, step_together, train
+from soma.train import Job, Run, Stopped, TogetherJob, digest, dust_config, finished, load_checkpoint, load_kept, load_theta, read_metrics, run_jobs, save_checkpoint, step_together, train
 
+CARD = Path(__file__).resolve().parents[1]/"data_cards"/"pd_small"/"pd_small.jsonl.gz"
 MODEL = ModelConfig(d=8, D=1, d_E=8)
 CFG = TrainConfig(updates=7, P=2, B=2, T=8, lr=1e-2, eps=3e-3, schedule="plateau", patience=4, tolerance=10., judge_every=2, judge_windows=2, tile=4, head="delta")
 FILES = ("checkpoint.safetensors", "metrics.jsonl", "result.json")
@@ -260,13 +263,14 @@ def test_stopped_extended_and_chunked(home, tmp_path, name):
     else: assert [(m["lr"], m["eps"]) for m in lines] == [(pytest.approx(1e-2 * (1 + math.cos(math.pi * u / 8)) / 2), 3e-3) for u in (0, 2, 4, 6)]
     assert [m["bytes"] for m in lines] == [u * 2 * 3 * cfg.T for u in (0, 2, 4, 6)]
 
-def test_threads(home, tmp_path):
+@pytest.mark.parametrize("estimator", ["spsa", "dust:A", "dust:B + cv", "dust:C"])
+def test_threads(home, tmp_path, estimator):
     "Products as large as the paper's widths have, which torch and its library divide among threads."
-    model, cfg = ModelConfig(d=181, D=1, d_E=32), replace(CFG, updates=2, B=3, tile=4)
+    model, cfg = ModelConfig(d=181, D=1, d_E=32), replace(CFG, updates=3, B=3, tile=4, estimator=estimator, dust=dict(warmup=1) if "cv" in estimator else {})
     before = torch.get_num_threads()
     for n in (1, 2):
         torch.set_num_threads(n)
-        go(home, tmp_path/f"{n}", cfg, model)
+        go(home, tmp_path/f"{n}", cfg, model, chunk=n)
     torch.set_num_threads(before)
     assert state(tmp_path/"1") == state(tmp_path/"2")
 
@@ -293,6 +297,103 @@ def test_a_run_begun_again_has_its_own_result(home, tmp_path):
     go(home, tmp_path/"again", replace(CFG, lr=2e-2))
     go(home, tmp_path/"straight", replace(CFG, lr=2e-2))
     assert state(tmp_path/"again") == state(tmp_path/"straight")
+
+# ---- by noise at outputs
+
+NOISY = {   # estimator, settings
+    "dust:A": {}, "dust:A + cv": dict(warmup=3, ridge=2.), "dust:B": dict(n=2, baseline="loo"), "dust:B + cv": dict(warmup=3, ridge=2., gamma=dict(hidden=0.9)), "dust:C": dict(sigma=0.05, noise="gaussian"), "dust:C + cv": dict(warmup=2, dense=3, ridge=2.),
+}
+def noisy(estimator, cfg=ODD, **more): return replace(cfg, horizon=8, estimator=estimator, dust=NOISY[estimator], **more)
+
+@pytest.mark.parametrize("head", ["delta", "frozen"])
+@pytest.mark.parametrize("estimator", NOISY)
+def test_noise_by_hand(home, estimator, head):
+    "What has a gradient makes Adam's step, with decay; what has none stays, without decay; the head's gradient is of the same clean pass."
+    cfg = noisy(estimator, weight_decay=0.3, head=head, schedule="cosine")
+    store, objective, config = Store(home/"store"), expert_objective(WIDE, cfg.tile), dust_config(cfg, WIDE)
+    idx, run, state = Shards.load(home/"shards", store).train[0], Run(cfg, WIDE, init_params(WIDE)), ControlVariate(WIDE, config) if config.cv else None
+    theta = {n: t.clone() for n, t in run.theta.items()}
+    names = trained(WIDE, config)
+    adam = [torch.optim.Adam([theta[n] for n in names if (n == "E") == top], betas=(0.9, 0.999), weight_decay=0 if top else 0.3, foreach=False) for top in (False, True) if not top or head == "delta"]
+    for update in range(5):
+        windows = batch(store, idx, cfg, update)
+        found = dust(objective, theta, list(windows.split(cfg.B)), Key(derive_seed(cfg.seed, cfg.stream, "probes"), update), config, state)
+        for n in names: theta[n].grad = found.grad[n]
+        for opt in adam: opt.param_groups[0]["lr"] = 1e-2 * (1 + math.cos(math.pi * update / 8)) / 2; opt.step()
+        assert run.step(objective, windows) == found.loss and all(torch.equal(run.theta[n], t) for n, t in theta.items()), update
+    fresh = init_params(WIDE)
+    held = {n for n, t in fresh.items() if torch.equal(run.theta[n], t)}
+    assert held == set(fresh) - set(names) and ("E" in held) == (head == "frozen") and "blocks.0.norm1" in held and ("norm" in held) == (estimator in ("dust:A",))
+    assert {n.split(".", 1)[1].rsplit(".", 1)[0] for n in run.tensors() if n.startswith("adam.")} == set(names)
+
+@pytest.mark.parametrize("estimator", NOISY)
+def test_noise_stopped_anywhere(home, tmp_path, estimator):
+    "After every update: in the warm-up, at its end, when the guess is learnt from each update or from every fourth."
+    cfg = noisy(estimator)
+    go(home, tmp_path/"straight", cfg, WIDE)
+    for stop in range(1, 8):
+        with pytest.raises(Stopped): go(home, tmp_path/f"{stop}", cfg, WIDE, chunk=1 + stop % 3, report=stop_at(stop))
+        go(home, tmp_path/f"{stop}", cfg, WIDE)
+        assert state(tmp_path/f"{stop}") == state(tmp_path/"straight"), stop
+    meta, lines = load_checkpoint(tmp_path/"straight"/FILES[0])[1], read_metrics(tmp_path/"straight")
+    assert meta["identity"]["train"]["estimator"] == estimator and {(m["estimator"], m["eps"]) for m in lines} == {(estimator, None)}
+    assert {json.loads(x)["estimator"] for x in (tmp_path/"3"/"sessions.jsonl").read_text().splitlines()} == {estimator}
+    if "cv" in estimator: assert meta["states"][0]["cv"]["updates"] == 8 and len(meta["states"][0]["cv"]["explained"]) >= 3 and meta["states"][0]["cv"]["off"] is None
+
+def test_noise_without_its_control_variate(home, tmp_path, capfd):
+    "One that forgets at once diverges: one line, and the run goes on without it, wherever it is stopped."
+    cfg = replace(ODD, estimator="dust:B + cv", dust=dict(warmup=3, decay=1e-3, ridge=1e-6), horizon=8)
+    go(home, tmp_path/"straight", cfg, WIDE)
+    said = capfd.readouterr().err
+    off = load_checkpoint(tmp_path/"straight"/FILES[0])[1]["states"][0]["cv"]["off"]
+    assert off.startswith("update 3: the control variate diverges") and said == f"soma: {off}; going on without it (raise decay above 0.001, or n)\n"
+    for stop in (2, 3, 4, 6):
+        with pytest.raises(Stopped): go(home, tmp_path/f"{stop}", cfg, WIDE, report=stop_at(stop))
+        go(home, tmp_path/f"{stop}", cfg, WIDE)
+        assert state(tmp_path/f"{stop}") == state(tmp_path/"straight") and capfd.readouterr().err == said   # said once, by whichever process it happened in
+    assert not any(t.any() for n, t in load_checkpoint(tmp_path/"straight"/FILES[0])[0].items() if n.startswith("cv."))
+
+def test_every_estimator_and_setting_of_noise_matters(home, tmp_path):
+    runs = {e: (e, d) for e, d in NOISY.items()} | {f"{e} plain": (e, {"warmup": 3} if "cv" in e else {}) for e in ("dust:B", "dust:B + cv", "dust:C", "dust:C + cv")} | dict(trace=("dust:B", dict(trace=False)), ridge=("dust:B + cv", dict(warmup=3, ridge=1.)))
+    for name, (e, d) in runs.items(): go(home, tmp_path/name, replace(ODD, estimator=e, dust=d, updates=6), WIDE)
+    assert len({load_checkpoint(tmp_path/n/FILES[0])[0]["theta.blocks.0.w_hh"].numpy().tobytes() for n in runs}) == len(runs) == 12
+
+@pytest.mark.parametrize("was, now, words", [
+    ("dust:A", dict(estimator="dust:B"), "has estimator = dust:A, not dust:B;"), ("dust:A", dict(estimator="dust:A + cv"), "has estimator = dust:A, not dust:A + cv;"), ("dust:B + cv", dict(estimator="spsa"), "has estimator = dust:B + cv, not spsa;"),
+    ("dust:C", dict(estimator="dust:C", dust=dict(sigma=0.2)), "has dust = {'noise': 'gaussian', 'sigma': 0.05}, not {'sigma': 0.2};"), ("dust:A", dict(estimator="dust:A", dust=dict(n=2)), "has dust = {}, not {'n': 2};"),
+])
+def test_tiers_are_not_mixed(home, tmp_path, was, now, words):
+    go(home, tmp_path/"run", noisy(was, updates=2), WIDE)
+    before = snapshot(tmp_path/"run")
+    with pytest.raises(SomaError) as e: go(home, tmp_path/"run", replace(ODD, horizon=8, **dict(dust={}) | now), WIDE)
+    one_line(e, tmp_path/"run"/FILES[0], words)
+    assert snapshot(tmp_path/"run") == before
+
+@pytest.mark.parametrize("dust, word", [(dict(sigma=0), "sigma = 0"), (dict(gamma=1.5), "between 0 and 1"), (dict(n=0), "n = 0"), (dict(sigma={"out": 1.}), "no site 'out'"), (dict(n={"blocks.7.up": 2}), "blocks.7.up"), (dict(tier="C"), "said by the estimator"),
+                                        (dict(sgima=1), "sgima: unknown"), (dict(sigma="much"), "give numbers"), (dict(baseline="loo"), "at least 2 draws")])
+def test_settings_that_noise_has_not(home, tmp_path, dust, word):
+    with pytest.raises(SomaError) as e: go(home, tmp_path/"run", replace(CFG, estimator="dust:A", dust=dust))
+    one_line(e, word)
+    assert not (tmp_path/"run").exists()
+
+def test_noise_that_is_not_finite(home, tmp_path):
+    with pytest.raises(SomaError) as e: go(home, tmp_path/"run", replace(CFG, estimator="dust:A", lr=1e30))
+    one_line(e, "update 1:", "not finite", "keeps its last good checkpoint")
+    assert "--eps" not in str(e.value) and load_checkpoint(tmp_path/"run"/FILES[0])[1]["states"][0]["update"] == 0
+
+def test_noise_learns_more_from_as_many_forwards():
+    "Fresh experts of the shipped corpus's first words: tier A and SPSA as preset small has them, 0.66 million byte-forwards each."
+    text = torch.frombuffer(bytearray(b"".join(json.loads(x)["text"].encode() for x, _ in zip(gzip.open(CARD, "rt", encoding="utf-8"), range(40)))), dtype=torch.uint8)
+    def windows(n, step): return text.unfold(0, 65, 1)[Key(1, step).below(len(text) - 65, "batch", torch.arange(n))].contiguous()
+    model, judged, found = ModelConfig(), windows(256, 10**6), {}
+    for estimator, updates in dict(spsa=20, **{"dust:A": 66}).items():
+        cfg = replace(preset("small", estimator).seed, updates=updates, horizon=updates)
+        used = updates * (2*cfg.P * cfg.B*cfg.T if estimator == "spsa" else byte_forwards(model, dust_config(cfg, model), cfg.B, cfg.T))
+        assert used == pytest.approx(6.58e5, rel=5e-3)
+        run, objective = Run(cfg, model, init_params(model)), expert_objective(model)
+        for update in range(updates): run.step(objective, windows(cfg.B, update))
+        found[estimator] = run.valid(objective, judged)
+    assert found["dust:A"] < found["spsa"] - 0.3 and found["spsa"] < 3.5, found
 
 # ---- the same numbers for TensorBoard
 
@@ -361,7 +462,7 @@ def test_not_finite(home, tmp_path, monkeypatch, what):
 
 
 OTHER = dict(P=3, B=4, T=9, A=2, lr=2e-2, eps=1e-3, schedule="cosine", horizon=99, patience=5, tolerance=1., floor=1e-6, judge_every=3, judge_windows=3, beta1=0.8, beta2=0.9, adam_eps=1e-7,
-             weight_decay=0., probes="gaussian", head="frozen", seed=2, stream="expert0", tile=3)
+             weight_decay=0., probes="gaussian", head="frozen", seed=2, stream="expert0", tile=3, estimator="dust:A")
 
 @pytest.fixture(scope="module")
 def done(home)->Path: go(home, home/"done"); return home/"done"
@@ -373,7 +474,7 @@ def test_another_configuration(home, done, name):
     one_line(e, done/FILES[0], f"has {name} = {7 if name == 'horizon' else getattr(CFG, name)}, not {OTHER[name]}")
     assert snapshot(done) == before
 
-def test_every_field_of_the_configuration_is_in_the_table(): assert set(OTHER) == {f.name for f in fields(TrainConfig)} - {"updates"}
+def test_every_field_of_the_configuration_is_in_the_table(): assert set(OTHER) == {f.name for f in fields(TrainConfig)} - {"updates", "dust"}   # spsa has no settings of dust: below
 
 def _other_corpus(home, done): build_store(corpus(home/"other.jsonl", 60, salt=1), home/"other"/"store"); return dict(home=home/"other")
 MISMATCH = {
@@ -627,6 +728,9 @@ def test_in_step_by_the_sum_of_losses(home, tmp_path, starts):
     assert snapshot(tmp_path/"told") == snapshot(tmp_path/"straight") and set(snapshot(tmp_path/"told")) == {FILES[0], *(f"kept-{u:07}.safetensors" for u in (4, 6, 8))}
     assert together(home, tmp_path/"told", starts, "summed").run() == straight   # nothing left to do
     for rule in ("own", "summed"): together(home, tmp_path/rule, starts[:1], rule).run()
+    with pytest.raises(SomaError) as e: replace(job := together(home, tmp_path/"no", starts, "summed"), cfg=replace(job.cfg, estimator="dust:A")).run()
+    one_line(e, "rule 'summed'", "dust:A has none of")
+    assert not (tmp_path/"no").exists()
     assert equal(load_kept(tmp_path/"own", 8)[0], load_kept(tmp_path/"summed", 8)[0]) and not equal(load_kept(tmp_path/"own", 8)[0], load_kept(tmp_path/"straight", 8)[0])
     with pytest.raises(SomaError) as e: together(home, tmp_path/"own", starts[:1], "summed").run()
     one_line(e, "rule = own, not summed")
