@@ -49,6 +49,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/soma', 'doc_host': '', 'gi
                                   'soma.activations.Top': ('activations.html#top', 'soma/activations.py'),
                                   'soma.activations._one_batch': ('activations.html#_one_batch', 'soma/activations.py'),
                                   'soma.activations._slopes': ('activations.html#_slopes', 'soma/activations.py'),
+                                  'soma.activations._solve': ('activations.html#_solve', 'soma/activations.py'),
                                   'soma.activations.byte_forwards': ('activations.html#byte_forwards', 'soma/activations.py'),
                                   'soma.activations.cell_trace': ('activations.html#cell_trace', 'soma/activations.py'),
                                   'soma.activations.credit': ('activations.html#credit', 'soma/activations.py'),

@@ -194,6 +194,13 @@ def top_gradient(theta:dict, acts:dict,
     return Top(grad, ds.view(*targets.shape, -1))
 
 # %% ../nbs/06a_activations.ipynb #1e8338dc
+def _solve(a, b)->torch.Tensor:
+    "x of a x = b on one thread: with more, the last bits of a wide system depend on how many."
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try: return torch.linalg.solve(a, b)
+    finally: torch.set_num_threads(threads)
+
 class ControlVariate:
     "What the guesses are learnt from: fading second moments of each site's estimate with the top's gradient. Part of a checkpoint."
     def __init__(self, model:ModelConfig, config:DustConfig):
@@ -234,7 +241,7 @@ class ControlVariate:
         self.second.mul_(w).add_(sum(outer(ds, ds) for _, ds, _ in lessons) / len(lessons), alpha=1 - w)
         for site, total in self.cross.items():
             total.mul_(w).add_(sum(self._moment(g[site], ds, slopes.get(site)) for g, ds, slopes in lessons) / len(lessons), alpha=1 - w)
-            self.maps[site] = torch.linalg.solve(self.second + self.config.ridge * self.second.diagonal().mean().clamp(min=1e-300) * torch.eye(d), total.T).T.contiguous()
+            self.maps[site] = _solve(self.second + self.config.ridge * self.second.diagonal().mean().clamp(min=1e-300) * torch.eye(d), total.T).T.contiguous()
         if not all(a.isfinite().all() for a in self.maps.values()): self._leave("what it has learnt is not finite")
 
     def _moment(self, g, ds, slope):
