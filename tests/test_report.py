@@ -382,7 +382,7 @@ def test_the_command_lists_plans_and_checks(clone, monkeypatch, capsys):
 
 @pytest.mark.parametrize("preset", ["smoke", "small", "paper"])
 def test_the_operations_of_fig04_are_counted_not_guessed(preset):
-    "2·T·P·B·F of Eq. 21 a body update, a multiply-add counted as two: two seeds, four experts from each, then for each start and seed two arms of four experts, and scoring them."
+    "2·T·P·B·F of Eq. 21 a body update, a multiply-add counted as two: two seeds, four experts from each, then for each start and seed two arms of four experts, scoring them, and their variances."
     from soma.core import PRESETS
     from soma.models import ops_per_token
     entry, recipe = MANIFEST["fig04"], PRESETS[preset]
@@ -391,6 +391,7 @@ def test_the_operations_of_fig04_are_counted_not_guessed(preset):
     seed, update = (2 * c.T * P * c.B * F for c, P in ((recipe.seed, recipe.seed.P), (recipe.expert, p["P"])))
     documents = min(p["documents"], 323)   # test windows of pdmix
     counted = seed * sum(p["seed_updates"]) + 4 * update * (sum(p["start_updates"]) + scores * sum(a[-1] for a in arms)) + 4 * scores * sum(map(len, arms)) * documents * 1024 * F
+    counted += 2 * (1 + scores) * 4 * 2 * 2 * p["directions"] * 64 * recipe.expert.T * F   # the variance at each start and at the end of each arm: four experts, two batches of 64, both signs
     assert entry["presets"][preset]["operations"] == pytest.approx(counted, rel=1e-9)
     if preset == "paper":
         printed = reported("fig04", root=ROOT).query("column == 'operations per arm'").set_index("row").value
