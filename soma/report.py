@@ -31,7 +31,7 @@ from .evaluate import save_figure
 
 # %% ../nbs/14_report.ipynb #a566377d
 IDS = [f"fig{i:02}" for i in range(1, 18)] + [f"tab{i:02}" for i in range(1, 14)] + ["prop1", "cor2"] + [f"eq{i}" for i in range(17, 23)]
-OURS, BEYOND = ["zo_one_sided"], "beyond the paper"   # questions the paper does not ask, and their place in the manifest
+OURS, BEYOND = [f"zo_{name}" for name in ("one_sided", "recurrent", "gamma", "kappa", "snr", "soma", "weights_or_activations")], "beyond the paper"   # questions the paper does not ask, and their place in the manifest
 VERDICTS = ("holds", "does not hold", "not resolved at this scale", "not run")
 
 def find_root(start=None,  # where to look from; default: the working directory, then the place of this code
