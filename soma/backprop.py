@@ -36,10 +36,12 @@ def bptt(theta:dict,    # stacked: bodies [C, ...], E [256, d_E]; changed in pla
          cfg:TrainConfig,  # updates, lr, schedule and Adam's constants; the rest is not used
          head:bool=False,  # E is trained too, by its full tied gradient; then C = 1
          report=lambda update, loss: None,  # called after every update
+         frozen:tuple=(),   # names of parameters that stay as they are
         )->torch.Tensor:
     "Train C experts by backpropagation through time: float64 [updates, C], the loss of each before each update."
     if head and len(theta["norm"]) > 1: raise SomaError(f"bptt: a head that is trained belongs to one expert, and here are {len(theta['norm'])}; train them one at a time, or freeze it")
-    params, losses = {n: t.requires_grad_() for n, t in theta.items() if head or n != "E"}, []
+    if unknown := set(frozen) - set(theta): raise SomaError(f"bptt: no parameter {sorted(unknown)[0]!r} to freeze; choose from {', '.join(theta)}")
+    params, losses = {n: t.requires_grad_() for n, t in theta.items() if n not in frozen and (head or n != "E")}, []
     opt = adam(params, cfg)
     for update in range(cfg.updates):
         loss = token_losses(theta, windows(update)).double().mean((1, 2))

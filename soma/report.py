@@ -6,7 +6,7 @@
 __all__ = ['IDS', 'OURS', 'BEYOND', 'VERDICTS', 'COLUMNS', 'FIELDS', 'COST', 'COMMITTED', 'MARK', 'find_root', 'reported',
            'from_paper', 'mark_paper', 'format_rows', 'read_rows', 'Picture', 'render', 'markdown_table', 'code_cells',
            'parameters_of', 'code_hash', 'reached', 'sources', 'drawing', 'manifest_faults', 'load_manifest',
-           'notebook_path', 'CachedRun', 'room_function', 'Experiment', 'write_artifact', 'State',
+           'notebook_path', 'CachedRun', 'room_function', 'SideBySide', 'Experiment', 'write_artifact', 'State',
            'expected_parameters', 'state', 'check_drawing', 'check_artifact', 'check_notebook', 'check_reported',
            'check', 'check_cost', 'NotebookJob', 'plan', 'duration', 'fits', 'ticking', 'run_notebook', 'redraw',
            'reproduce_job', 'reproduce', 'listing', 'dry_run', 'links', 'relink', 'artifact_table', 'readme',
@@ -15,6 +15,7 @@ __all__ = ['IDS', 'OURS', 'BEYOND', 'VERDICTS', 'COLUMNS', 'FIELDS', 'COST', 'CO
 # %% ../nbs/14_report.ipynb #cfb1011f
 import ast, fcntl, hashlib, io, json, os, posixpath, re, tempfile, threading, time
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -28,6 +29,8 @@ from tqdm import tqdm
 from . import core
 from .core import PRESETS, SomaError, as_config, atomic_write, make_dir, plot_style, provenance, read_json, run_id, sha256_file, write_json
 from .evaluate import save_figure
+from .train import run_jobs
+from .trials import Trial
 
 # %% ../nbs/14_report.ipynb #a566377d
 IDS = [f"fig{i:02}" for i in range(1, 18)] + [f"tab{i:02}" for i in range(1, 14)] + ["prop1", "cor2"] + [f"eq{i}" for i in range(17, 23)]
@@ -254,6 +257,25 @@ def _alone(folder:Path):
         fcntl.flock(f, fcntl.LOCK_EX)
         yield
 
+def _kept(folder:Path, config, make)->dict:
+    "What the folder's result.json says: made now unless it is there."
+    if not (folder/"result.json").exists():
+        began = time.perf_counter()
+        value = make(folder)
+        write_json(folder/"result.json", dict(config=as_config(config), value=value, seconds=round(time.perf_counter() - began, 3)))
+    return read_json(folder/"result.json", "run")
+
+@dataclass(frozen=True)
+class SideBySide:
+    "A trial on its way to a worker process, with the folder that keeps its result."
+    trial:Trial
+    out:str
+    @property
+    def cfg(self): "Of its training."; return self.trial.cfg
+    def run(self, report)->dict:
+        "Compute it here, once."
+        with _alone(Path(self.out)): return _kept(Path(self.out), self.trial.config, lambda folder: self.trial.run(folder, report))
+
 class Experiment:
     "An experiment notebook at work: cached runs, tables in the one shape, artifacts with their provenance."
     def __init__(self,
@@ -274,17 +296,27 @@ class Experiment:
             shared=False,  # kept for all notebooks: `make` is then a room's function, or functools.partial of one
            )->CachedRun:
         "The value of `make`, computed once per configuration and source."
-        id, name = run_id(config), room_function(make) if shared else ""
-        source = dict(function=name, rooms=reached([name.split(".")[1]])) if shared else self.source
-        folder = make_dir((self.root/"runs/shared" if shared else self.runs)/f"{id}-{run_id(source)[:8]}")
-        with _alone(folder) if shared else nullcontext():
-            if not (folder/"result.json").exists():
-                began = time.perf_counter()
-                value = make(folder)
-                write_json(folder/"result.json", dict(config=as_config(config), value=value, seconds=round(time.perf_counter() - began, 3)))
-        kept = read_json(folder/"result.json", "run")
+        folder, name = self._place(config, make if shared else None), run_id(config)
+        with _alone(folder) if shared else nullcontext(): kept = _kept(folder, config, make)
         self.runs_done[folder] = (operations, kept["seconds"])
-        return CachedRun(id, kept["value"], kept["seconds"], folder)
+        return CachedRun(name, kept["value"], kept["seconds"], folder)
+
+    def _place(self, config, shared=None)->Path:
+        "The folder of a run: with its source in its name, so that another source means another folder."
+        name = room_function(shared) if shared else ""
+        source = dict(function=name, rooms=reached([name.split(".")[1]])) if shared else self.source
+        return make_dir((self.root/"runs/shared" if shared else self.runs)/f"{run_id(config)}-{run_id(source)[:8]}")
+
+    def run_all(self,
+                trials:list,        # Trials (room 11a)
+                label:str="trials", # for the progress bar
+                workers:int=0,      # processes of one thread (0: one a core)
+               )->list:
+        "Their CachedRuns, computed side by side in worker processes and kept for all notebooks; what was stopped is resumed."
+        places = [self._place(t.config, Trial) for t in trials]
+        todo = {place: SideBySide(t, str(place)) for t, place in zip(trials, places) if not (place/"result.json").exists()}
+        if todo: run_jobs(list(todo.values()), workers, 1, label)
+        return [self.run(t.config, Trial, t.operations, shared=True) for t in trials]
 
     def tidy(self,
              artifact:str,  # id
