@@ -272,7 +272,7 @@ class SideBySide:
     out:str
     @property
     def cfg(self): "Of its training."; return self.trial.cfg
-    def run(self, report)->dict:
+    def run(self, report=lambda update, loss: None)->dict:
         "Compute it here, once."
         with _alone(Path(self.out)): return _kept(Path(self.out), self.trial.config, lambda folder: self.trial.run(folder, report))
 
@@ -310,12 +310,14 @@ class Experiment:
     def run_all(self,
                 trials:list,        # Trials (room 11a)
                 label:str="trials", # for the progress bar
-                workers:int=0,      # processes of one thread (0: one a core)
+                workers:int=0,      # processes of one thread (0: one a core); 1: here
                )->list:
         "Their CachedRuns, computed side by side in worker processes and kept for all notebooks; what was stopped is resumed."
         places = [self._place(t.config, Trial) for t in trials]
         todo = {place: SideBySide(t, str(place)) for t, place in zip(trials, places) if not (place/"result.json").exists()}
-        if todo: run_jobs(list(todo.values()), workers, 1, label)
+        longest_first = sorted(todo.values(), key=lambda job: -job.trial.operations)
+        if workers != 1 and todo: run_jobs(longest_first, workers, 1, label)
+        for job in longest_first * (workers == 1): job.run()
         return [self.run(t.config, Trial, t.operations, shared=True) for t in trials]
 
     def tidy(self,
