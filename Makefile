@@ -21,7 +21,7 @@ test: export OPENBLAS_NUM_THREADS = 1
 test: export OMP_WAIT_POLICY = PASSIVE
 test: .venv/.ready
 	$(call limit,600,$(BIN)/nbdev_test --n_workers 2 --do_print --timing)
-	$(BIN)/python -m pytest -m "not slow" --durations=10
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow" --durations=10
 
 lab: .venv/.ready
 	$(BIN)/jupyter lab --LabApp.default_url=/lab/tree/nbs/index.ipynb

@@ -193,12 +193,15 @@ def make_dir(path, what:str="--out")->Path:
     return path
 
 @contextmanager
-def alone(folder:Path, doing:str):
-    "Hold a folder for this process; the lock goes with the process, however it ends, and leaves no file."
-    fd = os.open(folder, os.O_RDONLY)
+def alone(place:Path,       # a folder, or a file
+          doing:str,        # what an error says that the other process is at
+          wait:bool=False,  # until the other has ended, instead of an error
+         ):
+    "Hold a place for this process; the lock goes with the process, however it ends, and leaves no file."
+    fd = os.open(place, os.O_RDONLY)
     try:
-        try: fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError: raise SomaError(f"{folder}: another process is {doing} here; wait for it, or choose another --out") from None
+        try: fcntl.flock(fd, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+        except OSError: raise SomaError(f"{place}: another process is {doing} here; wait for it, or choose another --out") from None
         yield
     finally: os.close(fd)
 

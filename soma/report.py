@@ -13,7 +13,7 @@ __all__ = ['IDS', 'OURS', 'BEYOND', 'VERDICTS', 'COLUMNS', 'FIELDS', 'COST', 'CO
            'write_readme']
 
 # %% ../nbs/14_report.ipynb #cfb1011f
-import ast, fcntl, hashlib, io, json, os, posixpath, re, tempfile, threading, time
+import ast, hashlib, io, json, os, posixpath, re, tempfile, threading, time
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -27,7 +27,7 @@ from matplotlib.figure import Figure
 from tqdm import tqdm
 
 from . import core
-from .core import PRESETS, SomaError, as_config, atomic_write, make_dir, plot_style, provenance, read_json, run_id, sha256_file, write_json
+from .core import PRESETS, SomaError, alone, as_config, atomic_write, make_dir, plot_style, provenance, read_json, run_id, sha256_file, write_json
 from .evaluate import save_figure
 from .train import run_jobs
 from .trials import Trial
@@ -251,11 +251,11 @@ def room_function(make)->str:
     return f"{room}.{name}"
 
 @contextmanager
-def _alone(folder:Path):
-    "One process at a time; the others wait. The lock goes when its process ends, however it ends."
-    with open(folder.with_name(f"{folder.name}.lock"), "w") as f:   # beside it: the folder belongs to the run
-        fcntl.flock(f, fcntl.LOCK_EX)
-        yield
+def _waiting(folder:Path):
+    "One process at a time makes a run; the others wait. The lock is beside the folder, which belongs to the run."
+    lock = folder.with_name(f"{folder.name}.lock")
+    lock.touch()
+    with alone(lock, "making this run", wait=True): yield
 
 def _kept(folder:Path, config, make)->dict:
     "What the folder's result.json says: made now unless it is there."
@@ -274,7 +274,7 @@ class SideBySide:
     def cfg(self): "Of its training."; return self.trial.cfg
     def run(self, report=lambda update, loss: None)->dict:
         "Compute it here, once."
-        with _alone(Path(self.out)): return _kept(Path(self.out), self.trial.config, lambda folder: self.trial.run(folder, report))
+        with _waiting(Path(self.out)): return _kept(Path(self.out), self.trial.config, lambda folder: self.trial.run(folder, report))
 
 class Experiment:
     "An experiment notebook at work: cached runs, tables in the one shape, artifacts with their provenance."
@@ -297,7 +297,7 @@ class Experiment:
            )->CachedRun:
         "The value of `make`, computed once per configuration and source."
         folder, name = self._place(config, make if shared else None), run_id(config)
-        with _alone(folder) if shared else nullcontext(): kept = _kept(folder, config, make)
+        with _waiting(folder) if shared else nullcontext(): kept = _kept(folder, config, make)
         self.runs_done[folder] = (operations, kept["seconds"])
         return CachedRun(name, kept["value"], kept["seconds"], folder)
 

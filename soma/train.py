@@ -5,12 +5,12 @@
 # %% auto #0
 __all__ = ['FORMAT', 'RULES', 'dust_config', 'update_operations', 'Run', 'digest', 'save_checkpoint', 'load_checkpoint',
            'as_written', 'pick', 'theta_shapes', 'load_theta', 'identity', 'check_identity', 'event_writer', 'Metrics',
-           'check_finite', 'save_run', 'restore_runs', 'Stopped', 'stop_signals', 'locked', 'advance', 'begin',
-           'finished', 'train', 'add_line', 'read_metrics', 'Bar', 'Job', 'workers_running', 'run_jobs',
-           'step_together', 'TogetherJob', 'kept', 'load_kept']
+           'check_finite', 'save_run', 'restore_runs', 'Stopped', 'stop_signals', 'advance', 'begin', 'finished',
+           'train', 'add_line', 'read_metrics', 'Bar', 'Job', 'workers_running', 'run_jobs', 'step_together',
+           'TogetherJob', 'kept', 'load_kept']
 
 # %% ../nbs/08_train.ipynb #c4dd2d64
-import fcntl, hashlib, json, math, multiprocessing, os, signal, threading, time
+import hashlib, json, math, multiprocessing, os, signal, threading, time
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields, replace
 from multiprocessing.connection import wait
@@ -22,7 +22,7 @@ import torch
 from tqdm import tqdm
 
 from .activations import ControlVariate, DustConfig, dust, operations, trained
-from .core import Key, ModelConfig, SomaError, TrainConfig, V, as_config, atomic_write, canonical_json, choose_device, derive_seed, make_dir, provenance, read_json, write_json
+from .core import Key, ModelConfig, SomaError, TrainConfig, V, alone, as_config, atomic_write, canonical_json, choose_device, derive_seed, make_dir, provenance, read_json, write_json
 from .data import Shards, Store, batch, validation_windows
 from .estimators import delta_rule, spsa, spsa_summed
 from .kernels import expert_objective
@@ -284,14 +284,6 @@ def stop_signals(forward=lambda signum: None):
     finally:
         for s, handler in old.items(): signal.signal(s, handler)
 
-@contextmanager
-def locked(folder:Path):
-    "Hold the folder for this process; the lock goes with the process, however it ends."
-    with open(folder/".lock", "w") as f:
-        try: fcntl.flock(f, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError: raise SomaError(f"{folder}: another process is training here; wait for it, or choose another --out") from None
-        yield
-
 # %% ../nbs/08_train.ipynb #18ed4754
 def advance(folder:Path, runs:list, updates:int,
             before,       # update -> None: called at its start
@@ -350,7 +342,7 @@ def train(cfg:TrainConfig, model:ModelConfig,
     dust_config(cfg, model, device)  # is it one?
     folder, device, began = make_dir(out), choose_device(device), time.time()
     objective, judged = expert_objective(model, cfg.tile, chunk, impl, device), validation_windows(store, valid_idx, cfg).to(device)
-    with locked(folder):
+    with alone(folder, "training"):
         run, ident, metrics = begin(cfg, model, theta, store, train_idx, valid_idx, folder, device)
         if tensorboard: metrics.also_events(folder/"tensorboard")
         first, judge = run.update, lambda update: metrics.write(run.judge(objective, judged)) if update % cfg.judge_every == 0 else None
@@ -528,7 +520,7 @@ class TogetherJob:
         def step(update):
             losses = step_together(runs, objective, [batch(store, shards.train[e], r.cfg, update) for e, r in enumerate(runs)], self.rule)
             return sum(losses) / len(losses)
-        with locked(folder):
+        with alone(folder, "training"):
             if path.exists():
                 tensors, meta = load_checkpoint(path)
                 with as_written(path): check_identity(meta["identity"], ident, path)

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 import soma.cli, soma.commands, soma.data, soma.train
-from soma.core import ModelConfig, SomaError, preset
+from soma.core import ModelConfig, SomaError, alone, preset
 from soma.data import Store, build_store
 from soma.routing import fit_router
-from soma.train import load_checkpoint, locked, save_checkpoint, update_operations
+from soma.train import load_checkpoint, save_checkpoint, update_operations
 
 CARD = Path(__file__).resolve().parents[1]/"data_cards"/"pd_small"/"pd_small.jsonl.gz"
 TINY = ["--preset", "smoke", "--model-d", "8", "--model-d-E", "8", "--quiet"]
@@ -26,7 +26,7 @@ def call(*argv)->int:
 
 def tree(folder=".")->dict:
     "Every file and folder with its content; locks and the diary of sessions do not count."
-    return {str(p): p.read_bytes() if p.is_file() else None for p in Path(folder).rglob("*") if p.name not in (".lock", "sessions.jsonl")}
+    return {str(p): p.read_bytes() if p.is_file() else None for p in Path(folder).rglob("*") if p.name != "sessions.jsonl"}
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory)->Path:
@@ -399,7 +399,7 @@ def test_a_full_disk_keeps_what_was_there(command, run, check_refused, check_wor
 
 @pytest.mark.parametrize("command, part", [([*SEED, "--seed-updates", "25"], "seed"), ([*TRAIN, "--expert-updates", "25"], "experts/0")], ids=("seed", "train"))
 def test_two_trainings_on_one_folder(command, part, run, check_refused, check_works):
-    with locked(Path("m")/part): check_refused(command, part, "another process")
+    with alone(Path("m")/part, "training"): check_refused(command, part, "another process")
     check_works(*command)
     assert load_checkpoint(f"m/{part}/checkpoint.safetensors")[1]["states"][0]["update"] == 25
 
@@ -425,7 +425,7 @@ def test_two_stores_built_at_once(fresh, monkeypatch):
     first.join(); go.set(); second.join()
     Store("m/store").verify()
     assert isinstance(ends["first"], Store) and (isinstance(ends["second"], Store) or "\n" not in ends["second"])
-    assert sorted(p.name for p in Path("m").iterdir() if p.name != ".lock") == ["store"]
+    assert sorted(p.name for p in Path("m").iterdir()) == ["store"]
 
 # ---- prompts, terminals, pipes
 
@@ -523,4 +523,4 @@ def test_stopped_experts_all_save(run):
     rc, said, left = stopped([*TRAIN, "--expert-updates", "100000", "--workers", "2"], begun("experts/0", "experts/1"), signal.SIGINT, pause=1)
     assert (rc, len(said), left) == (130, 1, []) and said[0].startswith("soma: stopped") and "same command" in said[0]
     assert updates("experts/0") > 0 and updates("experts/1") > 0 and not list(Path("m").rglob("*.tmp"))
-    with locked(Path("m/experts/0")), locked(Path("m/experts/1")): pass
+    with alone(Path("m/experts/0"), "training"), alone(Path("m/experts/1"), "training"): pass

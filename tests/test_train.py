@@ -47,10 +47,10 @@ def go(home, out, cfg=CFG, model=MODEL, expert=0, theta=None, checkpoint_every=3
 
 def state(folder)->tuple:
     "What a run leaves behind, byte for byte. Only the record of its sessions depends on its history; and there is nothing else."
-    assert {p.name for p in folder.iterdir()} - {"sessions.jsonl"} == {".lock", *FILES}
+    assert {p.name for p in folder.iterdir()} - {"sessions.jsonl"} == {*FILES}
     return tuple((folder/f).read_bytes() for f in FILES)
 
-def snapshot(folder)->dict: "Every file and its bytes."; return {p.name: p.read_bytes() for p in folder.iterdir() if p.is_file() and p.name != ".lock"}
+def snapshot(folder)->dict: "Every file and its bytes."; return {p.name: p.read_bytes() for p in folder.iterdir() if p.is_file()}
 
 def one_line(error, *words):
     "The error is one line and says each of the words."
@@ -162,7 +162,7 @@ def test_killed_at_every_write_and_rename(home, tmp_path):
     expected = [("write metrics.jsonl", all_three, lines), ("write checkpoint.safetensors", all_three, saved), ("write result.json", all_three, 1), ("write sessions.jsonl", all_three, 1),
                 ("rename checkpoint.safetensors", before_after, saved), ("rename result.json", before_after, 1), ("truncate metrics.jsonl", before_after, 1),
                 ("sync", before_after, saved + 2 * (saved + 1)),   # metrics before each checkpoint; each new file, and its folder after the rename
-                *((f"open {name}", before_after, n) for name, n in ((".lock", 1), ("metrics.jsonl", 1), (".checkpoint.safetensors.tmp", saved), (".result.json.tmp", 1), ("sessions.jsonl", 1)))]
+                *((f"open {name}", before_after, n) for name, n in (("metrics.jsonl", 1), (".checkpoint.safetensors.tmp", saved), (".result.json.tmp", 1), ("sessions.jsonl", 1)))]
     assert Counter(name for name, _ in found["moments"]) == {f"{name}: {when}": n for name, moments, n in expected for when in moments}
     assert not [name for name, unsynced in found["moments"] if name.startswith("rename checkpoint") and unsynced]   # nothing a checkpoint counts on can be lost
     assert found["bad"] == []
