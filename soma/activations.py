@@ -239,7 +239,7 @@ class ControlVariate:
     def watch(self, site:str, power:float, left:float)->bool:
         "Note the part of the rewards' power that a guess explains; False, and off for good, when it adds more than there was."
         part = 1 - left / power if power > 0 else 0.0
-        if not part > -1: return self._leave(f"at {site} it {f'makes the rewards {1 - part:.3g} times as noisy' if math.isfinite(part) else 'is not finite'}")
+        if power > 0 and not left < 2 * power: return self._leave(f"at {site} it {f'makes the rewards {1 - part:.3g} times as noisy' if math.isfinite(part) else 'is not finite'}")
         self.explained[site] = part
         return True
 
@@ -284,13 +284,11 @@ def top_lanes(clean:CpuCleanPass, stream:bool=True)->Top:
     return Top(grad, ds)
 
 def site_lanes(clean:CpuCleanPass, site:str, draws:torch.Tensor, sigma:float, gamma:float=0.0, baseline:str="clean", guess:Lanes|None=None, watch=lambda power, left: True)->Lanes:
-    "As `site_gradient`, by the kernel; the estimate takes the guess's place."
-    up, down = (clean.site_losses(site, draws, s) if s else None for s in (sigma, -sigma * (baseline == "antithetic")))
-    tell = lambda guess: clean.rewards(up, down, baseline == "loo", sigma, gamma, guess and clean.site_dot(site, draws, guess))
-    rewards, power, left = tell(guess)
+    "As `site_gradient`, by the kernel; the estimate takes the guess's place, and what `watch` says the kernel has found by itself."
+    found, power, left = clean.site_gradient(site, draws, sigma, gamma, baseline, guess)
     if not math.isfinite(power): raise _not_finite(site, sigma)
-    if guess and not watch(power, left): guess, (rewards, *_) = None, tell(None)
-    return clean.weighted_noise(site, draws, rewards, guess)
+    if guess: watch(power, left)
+    return found
 
 # %% ../nbs/06a_activations.ipynb #c8a169d3
 def trained(model:ModelConfig, config:DustConfig)->list:

@@ -77,8 +77,8 @@ def build(*defines:str)->Path:
 # %% ../nbs/05_kernels.ipynb #061261f7
 _C = dict(i=ctypes.c_int, u=ctypes.c_uint32, l=ctypes.c_long, f=ctypes.c_float, d=ctypes.c_double, p=ctypes.c_void_p)
 _CALLS = dict(soma_tiles="lp", soma_losses="iiipppll iuuuppl fpl pi", soma_combine="iii iuuuppl pi", soma_tokens="iii lppp ll ppp ppi",
-              soma_clean="iiipppll ppi", soma_site_losses="iiipppll pii uuu pl f pi", soma_site_sum="iii ll ii uuu pl ppi", soma_site_dot="iii ll ii uuu pl ppi", soma_unpack="ll i pi pi",
-              soma_rewards="lll ppp i dd ppp", soma_slope="ll i pp i", soma_cell_trace="i ll ppp i pi", soma_through="ll ii pppp i", soma_product="ll ii ppp i pp i", soma_residual="ip p ll pp i",
+              soma_clean="iiipppll ppi", soma_site_losses="iiipppll pii uuu pl f pi", soma_site_sum="iii ll ii uuu pl pipi", soma_site_dot="iii ll ii uuu pl ppi", soma_unpack="ll i pi pi",
+              soma_site_gradient="iiipppll pp ii uuu pl fd iii pp i", soma_slope="ll i pp i", soma_cell_trace="i ll ppp i pi", soma_through="ll ii pppp i", soma_product="ll ii ppp i pp i", soma_residual="ip p ll pp i",
               soma_norm_back="ip ll ppp i", soma_gru_losses="iippll pp lfpl pi")
 
 @lru_cache(None)
@@ -90,7 +90,7 @@ def kernel(*defines:str)->ctypes.CDLL:
 
 def _call(lib, name:str, *arguments):
     "Run a kernel; tensors are passed by address and kept alive."
-    code = getattr(lib, name)(*(a.data_ptr() if isinstance(a, torch.Tensor) else a for a in arguments))
+    code = getattr(lib, name)(*[a.data_ptr() if isinstance(a, torch.Tensor) else a for a in arguments])
     if code: raise SomaError("out of memory in the CPU kernel; use fewer sequences at a time")
 
 # %% ../nbs/05_kernels.ipynb #09bf870a
@@ -208,7 +208,7 @@ class CpuCleanPass(CleanPass):
         return _Unpacked(self)
 
     def _noise(self, number, draws):
-        if draws.min() < 0 or draws.max() >= 2**16: raise SomaError("draws: must be between 0 and 65,535")
+        if (draws >> 16).any(): raise SomaError("draws: must be between 0 and 65,535")
         return number, NOISES.index(self.noise), self.key.seed, self.key.step, STREAMS["site"], draws.int().contiguous(), len(draws)
 
     def site_losses(self, site, draws, sigma):
@@ -220,14 +220,11 @@ class CpuCleanPass(CleanPass):
 
     def _shape(self): return self.cfg.d, self.cfg.D, self.cfg.d_E, self.B, self.T
 
-    def weighted_noise(self, site, draws, rewards, start=None)->"Lanes":
-        "`site_sum` as `Lanes`, added to `start` in its place."
-        number, K = self._site(site)
-        total = start or Lanes(self, self._memory(K).zero_(), K)
-        _call(self.objective._kernel(), "soma_site_sum", *self._shape(), *self._noise(number, draws), rewards.float().contiguous(), total.data, torch.get_num_threads())
-        return total
-
-    def site_sum(self, site, draws, rewards): "As in `CleanPass`, in float32."; return self.weighted_noise(site, draws, rewards).rows()
+    def site_sum(self, site, draws, rewards):
+        "As in `CleanPass`, in float32."
+        (number, K), total = self._site(site), torch.empty(self.room * self._site(site)[1])
+        _call(self.objective._kernel(), "soma_site_sum", *self._shape(), *self._noise(number, draws), rewards.float().contiguous(), False, total, torch.get_num_threads())
+        return self._unpack(total, K)
 
     def site_dot(self, site, draws, v):
         "As in `CleanPass`, in float32; v may be `Lanes`."
@@ -239,7 +236,7 @@ class CpuCleanPass(CleanPass):
               what,  # the name of an activation, or [B, T, K]
              )->"Lanes":
         "A field as the kernel keeps it."
-        if isinstance(what, str): return Lanes(self, self.fields[what], self._fields()[what])
+        if isinstance(what, str): return Lanes(self, self.fields[what], self.fields[what].numel() // self.room)
         field = Lanes(self, self._memory(what.shape[-1]), what.shape[-1])
         _call(self.objective._kernel(), "soma_unpack", self.B, self.T, field.K, field.data, True, what.float().contiguous(), torch.get_num_threads())
         return field
@@ -250,11 +247,13 @@ class CpuCleanPass(CleanPass):
         _call(self.objective._kernel(), "soma_residual", self.cfg.d_E, self.E, self.windows, self.B, self.T, self.fields["read"], out.data, torch.get_num_threads())
         return out
 
-    def rewards(self, up, down, loo:bool, sigma:float, gamma:float, dots=None)->tuple:
-        "[n, B, T] for `weighted_noise`: credited changes of the losses `up` against `down`, the other draws or the clean pass, less what dots tell of them; squares of both, added."
-        out, power = torch.empty_like(up), torch.empty(2, dtype=torch.float64)
-        _call(self.objective._kernel(), "soma_rewards", self.B, self.T, len(up), self.losses, up, down, loo, sigma, gamma, dots, out, power)
-        return out, *power.tolist()
+    def site_gradient(self, site, draws, sigma:float, gamma:float=0.0, baseline:str="clean", guess:"Lanes|None"=None)->tuple:
+        "Room 06a's, in one call: the estimate, in the guess's place; the sum of the rewards' squares; what a guess leaves of it. One that leaves twice as much is not used."
+        (number, K), power = self._site(site), (ctypes.c_double * 2)()
+        found = guess or Lanes(self, self._memory(K), K)
+        _call(self.objective._kernel(), "soma_site_gradient", *self._model(), self.pointers, self.losses, *self._noise(number, draws), sigma, gamma, baseline == "antithetic", baseline == "loo",
+              guess is not None, found.data, power, torch.get_num_threads())
+        return found, *power
 
 class _Unpacked(Mapping):
     "A clean pass's fields by name."
@@ -285,9 +284,10 @@ class Lanes(NamedTuple):
 
     def outer(self, x:"Lanes", scale:"Lanes|None"=None, lag:int=0):
         "float64 [K, K']: the mean over bytes of g_t x_{t − lag}ᵀ; with scale s, of (g s) xᵀ, and the mean of s² [K]."
-        c, total, squares = self.clean, torch.empty(self.K, x.K, dtype=torch.float64), torch.empty(self.K, dtype=torch.float64)
-        self._step("soma_product", c.B, c.T, self.K, x.K, self.data, scale and scale.data, x.data, lag, total, squares)
-        return (total / (c.B*c.T), squares / (c.B*c.T)) if scale else total / (c.B*c.T)
+        c, mean = self.clean, torch.empty(self.K, x.K, dtype=torch.float64)
+        squares = torch.empty(self.K, dtype=torch.float64) if scale else None
+        self._step("soma_product", c.B, c.T, self.K, x.K, self.data, scale and scale.data, x.data, lag, mean, squares)
+        return (mean, squares) if scale else mean
 
     def gelu_slope(self)->"Lanes":
         "GELU's derivative."
@@ -307,7 +307,7 @@ class Lanes(NamedTuple):
         "From a gradient g behind a norm to one before it (in g's place), and the gain's, float64 [K], a mean over bytes."
         c, grad = self.clean, torch.empty(self.K, dtype=torch.float64)
         _call(c.objective._kernel(), "soma_norm_back", self.K, gain.float().contiguous(), c.B, c.T, self.data, g.data, grad, torch.get_num_threads())
-        return g, grad / (c.B*c.T)
+        return g, grad
 
 # %% ../nbs/05_kernels.ipynb #deecd675
 class CpuGruObjective(GruObjective):

@@ -276,9 +276,9 @@ int soma_site_losses(int d, int D, int dE, const float* theta, const float* E, c
   });
 }
 
-// total, laid out as a field [T][width][lanes] a tile: Σ_j rewards[j][b][t] · noise_j, the noise drawn again.
+// total, laid out as a field [T][width][lanes] a tile: Σ_j rewards[j][b][t] · noise_j, the noise drawn again; added to what is there, or not.
 int soma_site_sum(int d, int D, int dE, long B, long T, int number, int family, uint32_t seed, uint32_t step, uint32_t stream, const int32_t* draws, long n,
-                  const float* rewards, float* total, int threads) {
+                  const float* rewards, int add, float* total, int threads) {
   return guarded([&] {
     const Site site(Shape{d, D, dE}, number);
     Tiles(B).each(threads, 1, [&](auto nv, long first, long) {
@@ -294,11 +294,8 @@ int soma_site_sum(int d, int D, int dE, long B, long T, int number, int family, 
           noise.draw(number, draws[j], t, first);
           for (int k = 0; k < site.width; k++)
             for (int v = 0; v < NV; v++) {
-              vf sum;
               float* to = at + ((size_t)k * NV + v) * W;
-              memcpy(&sum, to, sizeof sum);
-              sum += noise.at(k, v, amount[v]);
-              memcpy(to, &sum, sizeof sum);
+              put(to, (add || j ? get(to) : vf{}) + noise.at(k, v, amount[v]));
             }
         }
       }
@@ -352,6 +349,28 @@ int soma_rewards(long B, long T, long n, const float* clean, const float* up, co
   });
 }
 
+// A site's estimate in the place of a guess, or without one (known = 0) in found: replays, rewards, and the noise weighted by them. power as above; a guess
+// that adds as much as there was, or is not finite, is left out.
+int soma_site_gradient(int d, int D, int dE, const float* theta, const float* E, const uint8_t* windows, long B, long T, float* const* fields, const float* clean, int number, int family,
+                       uint32_t seed, uint32_t step, uint32_t stream, const int32_t* draws, long n, float sigma, double gamma, int opposite, int loo, int known, float* found, double* power, int threads) {
+  int code = 0;
+  return std::max(code, guarded([&] {
+    const size_t numbers = n * B * T;
+    std::vector<float> up(numbers), down(opposite ? numbers : 0), dots(known ? numbers : 0), rewards(numbers);
+    auto replay = [&](float s, float* to) { code |= soma_site_losses(d, D, dE, theta, E, windows, B, T, fields, number, family, seed, step, stream, draws, n, s, to, threads); };
+    auto reward = [&](bool told) { code |= soma_rewards(B, T, n, clean, up.data(), opposite ? down.data() : nullptr, loo, sigma, gamma, told ? dots.data() : nullptr, rewards.data(), power); };
+    replay(sigma, up.data());
+    if (opposite) replay(-sigma, down.data());
+    if (known) code |= soma_site_dot(d, D, dE, B, T, number, family, seed, step, stream, draws, n, found, dots.data(), threads);
+    reward(known);
+    if (known && power[0] > 0 && !(power[1] < 2 * power[0])) {
+      const double left = power[1];
+      known = 0, reward(false), power[1] = left;
+    }
+    code |= soma_site_sum(d, D, dE, B, T, number, family, seed, step, stream, draws, n, rewards.data(), known, found, threads);
+  }));
+}
+
 // rows [B][T][width] of a field, which is laid out by tiles; or back, into the field.
 int soma_unpack(long B, long T, int width, float* field, int back, float* rows, int threads) {
   return guarded([&] {
@@ -390,8 +409,8 @@ int soma_through(long B, long T, int O, int I, const float* w, const float* x, c
   });
 }
 
-// total [O][I], and with scale its squares [O], over all bytes.
-int soma_product(long B, long T, int O, int I, const float* g, const float* scale, const float* x, int lag, double* total, double* squares, int threads) {
+// mean [O][I] over all bytes, and with scale that of its squares [O].
+int soma_product(long B, long T, int O, int I, const float* g, const float* scale, const float* x, int lag, double* mean, double* squares, int threads) {
   return guarded([&] {
     const Tiles tiles(B);
     parallel((O + ROWS - 1) / ROWS, threads, [&](long job) {
@@ -401,8 +420,8 @@ int soma_product(long B, long T, int O, int I, const float* g, const float* scal
       for (long i = 0; i < tiles.all(); i++)
         tiles.run(i, [&](auto nv, long first) { add_products(Place<decltype(nv)::value>(first, B, T), row, O, I, g, scale, x, lag, sums.get(), square); });
       for (int r = 0; r < std::min(ROWS, O - row); r++) {
-        for (int i = 0; i < I; i++) total[(size_t)(row + r) * I + i] = across(sums.get()[(size_t)r * I + i]);
-        if (scale) squares[row + r] = across(square[r]);
+        for (int i = 0; i < I; i++) mean[(size_t)(row + r) * I + i] = across(sums.get()[(size_t)r * I + i]) / (B * T);
+        if (scale) squares[row + r] = across(square[r]) / (B * T);
       }
     });
   });
@@ -415,13 +434,13 @@ int soma_residual(int dE, const float* E, const uint8_t* windows, long B, long T
   });
 }
 
-// grad [d]: the gain's, over all bytes.
+// grad [d]: the gain's, a mean over all bytes.
 int soma_norm_back(int d, const float* gain, long B, long T, const float* x, float* g, double* grad, int threads) {
   return guarded([&] {
     const Tiles tiles(B);
     std::vector<double> parts(tiles.all() * d);
     parallel(tiles.all(), threads, [&](long i) { tiles.run(i, [&](auto nv, long first) { norm_back(Place<decltype(nv)::value>(first, B, T), d, gain, x, g, &parts[i * d]); }); });
-    for (int k = 0; k < d; k++) { grad[k] = 0; for (long i = 0; i < tiles.all(); i++) grad[k] += parts[i * d + k]; }
+    for (int k = 0; k < d; k++) { grad[k] = 0; for (long i = 0; i < tiles.all(); i++) grad[k] += parts[i * d + k] / (B * T); }
   });
 }
 
