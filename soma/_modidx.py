@@ -47,6 +47,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/soma', 'doc_host': '', 'gi
                                   'soma.activations.ModuleDust.number': ('activations.html#moduledust.number', 'soma/activations.py'),
                                   'soma.activations.ModuleDust.seeded': ('activations.html#moduledust.seeded', 'soma/activations.py'),
                                   'soma.activations.Top': ('activations.html#top', 'soma/activations.py'),
+                                  'soma.activations._mean': ('activations.html#_mean', 'soma/activations.py'),
                                   'soma.activations._not_finite': ('activations.html#_not_finite', 'soma/activations.py'),
                                   'soma.activations._one_batch': ('activations.html#_one_batch', 'soma/activations.py'),
                                   'soma.activations._solve': ('activations.html#_solve', 'soma/activations.py'),

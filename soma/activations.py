@@ -211,6 +211,8 @@ def through(w:torch.Tensor,  # [O, I]
     y = x @ w.T.to(x.dtype)
     return y if scale is None else y * scale
 
+def _mean(found:list)->torch.Tensor: "Of the batches' findings, in their order."; return found[0] if len(found) == 1 else sum(found[1:], found[0]) / len(found)
+
 def _solve(a, b)->torch.Tensor:
     "x of a x = b on one thread: with more, the last bits of a wide system depend on how many."
     threads = torch.get_num_threads()
@@ -253,11 +255,11 @@ class ControlVariate:
         self.updates += 1
         if self.off or self.updates > self.config.dense and self.updates % 4: return
         w, (d, _) = self.config.decay, self.second.shape
-        self.second.mul_(w).add_(sum(outer(ds, ds) for _, ds, _ in lessons) / len(lessons), alpha=1 - w)
-        for site, total in self.cross.items(): total.mul_(w).add_(sum(self._moment(g[site], ds, slopes.get(site)) for g, ds, slopes in lessons) / len(lessons), alpha=1 - w)
+        self.second.mul_(w).add_(_mean([outer(ds, ds) for _, ds, _ in lessons]), alpha=1 - w)
+        for site, total in self.cross.items(): total.mul_(w).add_(_mean([self._moment(g[site], ds, slopes.get(site)) for g, ds, slopes in lessons]), alpha=1 - w)
         a = _solve(self.second + self.config.ridge * self.second.diagonal().mean().clamp(min=1e-300) * torch.eye(d), torch.cat(list(self.cross.values())).T).T
         self.maps = {site: m.contiguous() for site, m in zip(self.cross, a.split([len(c) for c in self.cross.values()]))}
-        if not all(a.isfinite().all() for a in self.maps.values()): self._leave("what it has learnt is not finite")
+        if not a.isfinite().all(): self._leave("what it has learnt is not finite")
 
     def _moment(self, g, ds, slope):
         if slope is None: return outer(g, ds)
@@ -323,15 +325,15 @@ def dust(objective:Objective,     # with `clean`: the paper's expert
     if not hasattr(objective, "clean"): raise SomaError("dust: this objective has no loss of every byte (no `clean`); use ModuleDust with a loss [B, T], or spsa")
     if config.cv and (state is None or list(state.cross) != config.sites(objective.cfg.D)):
         raise SomaError("dust: a control variate needs its state, made for these sites; give state=ControlVariate(model, config), the same one in every update")
-    total, losses, lessons = {}, [], []
+    grads, losses, lessons = [], [], []
     for a, windows in enumerate(batches):
         clean = objective.clean(theta, windows, key, config.noise)
         grad, lesson = _one_batch(clean, a, config, state)
         losses.append((ordered_sum(clean.losses) / clean.T)[None, None])
-        lessons.append(lesson)
-        total = {n: g / len(batches) + total.get(n, 0) for n, g in grad.items()}
+        grads.append(grad)
+        if config.cv: lessons.append(lesson)
     if config.cv: state.learn(lessons)
-    return Estimate({n: total[n].to(theta[n].dtype) for n in trained(objective.cfg, config)}, torch.stack(losses))
+    return Estimate({n: _mean([g[n] for g in grads]).to(theta[n].dtype) for n in trained(objective.cfg, config)}, torch.stack(losses))
 
 # %% ../nbs/06a_activations.ipynb #a7e71878
 def share(model:ModelConfig, site:str)->float:
@@ -353,7 +355,7 @@ def operations(model:ModelConfig, config:DustConfig, B:int, T:int, A:int=1)->dic
     cv = sum(4*k*d + 2*k*config.of("n", s) for s, k in widths.items()) + 2*d*d if config.cv else 0
     return dict(forwards=byte_forwards(model, config, B, T, A) * ops_per_token(model), products=bytes * (32*model.D*d*d + inside), head=bytes * head, cv=bytes * cv)
 
-# %% ../nbs/06a_activations.ipynb #6529a203
+# %% ../nbs/06a_activations.ipynb #05b4974f
 def lstm_steps(m:nn.LSTM, x:torch.Tensor, state=None, noise=None)->tuple:
     "One-layer nn.LSTM byte by byte, with noise [B, T, H] at its hidden output: hidden [B, T, H], gates [B, T, 4H], cell [B, T, H]."
     zero = x.new_zeros(len(x), m.hidden_size)
