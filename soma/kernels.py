@@ -309,7 +309,7 @@ class Lanes(NamedTuple):
         _call(c.objective._kernel(), "soma_norm_back", self.K, gain.float().contiguous(), c.B, c.T, self.data, g.data, grad, torch.get_num_threads())
         return g, grad
 
-# %% ../nbs/05_kernels.ipynb #deecd675
+# %% ../nbs/05_kernels.ipynb #c2a60b7a
 class CpuGruObjective(GruObjective):
     "The control by the compiled kernel, for rank-one probes in float32."
     impl = "cpu"
@@ -328,7 +328,7 @@ class CpuGruObjective(GruObjective):
         rows = dict(zip(moving.tolist(), torch.cat(found, 1) / T))
         return torch.stack([rows[s] for s in signs])
 
-# %% ../nbs/05_kernels.ipynb #851ce39a
+# %% ../nbs/05_kernels.ipynb #d9bf9c5f
 IMPLS = ("auto", "reference", "cpu", "triton")
 
 @lru_cache(None)
