@@ -216,9 +216,10 @@ def _mean(found:list)->torch.Tensor: "Of the batches' findings, in their order."
 def _solve(a, b)->torch.Tensor:
     "x of a x = b on one thread: with more, the last bits of a wide system depend on how many."
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)
+    if threads > 1: torch.set_num_threads(1)
     try: return torch.linalg.solve(a, b)
-    finally: torch.set_num_threads(threads)
+    finally:
+        if threads > 1: torch.set_num_threads(threads)
 
 class ControlVariate:
     "What the guesses are learnt from: fading second moments of each site's estimate with the top's gradient. Part of a checkpoint."
@@ -255,8 +256,8 @@ class ControlVariate:
         self.updates += 1
         if self.off or self.updates > self.config.dense and self.updates % 4: return
         w, (d, _) = self.config.decay, self.second.shape
-        self.second.mul_(w).add_(_mean([outer(ds, ds) for _, ds, _ in lessons]), alpha=1 - w)
-        for site, total in self.cross.items(): total.mul_(w).add_(_mean([self._moment(g[site], ds, slopes.get(site)) for g, ds, slopes in lessons]), alpha=1 - w)
+        self.second.lerp_(_mean([outer(ds, ds) for _, ds, _ in lessons]), 1 - w)
+        for site, total in self.cross.items(): total.lerp_(_mean([self._moment(g[site], ds, slopes.get(site)) for g, ds, slopes in lessons]), 1 - w)
         a = _solve(self.second + self.config.ridge * self.second.diagonal().mean().clamp(min=1e-300) * torch.eye(d), torch.cat(list(self.cross.values())).T).T
         self.maps = {site: m.contiguous() for site, m in zip(self.cross, a.split([len(c) for c in self.cross.values()]))}
         if not a.isfinite().all(): self._leave("what it has learnt is not finite")

@@ -208,8 +208,9 @@ class CpuCleanPass(CleanPass):
         return _Unpacked(self)
 
     def _noise(self, number, draws):
-        if (draws >> 16).any(): raise SomaError("draws: must be between 0 and 65,535")
-        return number, NOISES.index(self.noise), self.key.seed, self.key.step, STREAMS["site"], draws.int().contiguous(), len(draws)
+        n, draws = len(draws), draws.tolist()
+        if min(draws) < 0 or max(draws) >= 2**16: raise SomaError("draws: must be between 0 and 65,535")
+        return number, NOISES.index(self.noise), self.key.seed, self.key.step, STREAMS["site"], (ctypes.c_int32 * n)(*draws), n
 
     def site_losses(self, site, draws, sigma):
         "As in `CleanPass`; with sigma 0, the clean losses bit for bit."
