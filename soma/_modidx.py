@@ -734,6 +734,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/soma', 'doc_host': '', 'gi
                               'soma.signals.curvature': ('signals.html#curvature', 'soma/signals.py'),
                               'soma.signals.flat_weights': ('signals.html#flat_weights', 'soma/signals.py'),
                               'soma.signals.future_of_equals': ('signals.html#future_of_equals', 'soma/signals.py'),
+                              'soma.signals.ground': ('signals.html#ground', 'soma/signals.py'),
                               'soma.signals.held_out': ('signals.html#held_out', 'soma/signals.py'),
                               'soma.signals.linear_rewards': ('signals.html#linear_rewards', 'soma/signals.py'),
                               'soma.signals.predicted_update': ('signals.html#predicted_update', 'soma/signals.py'),

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['ROWS', 'KEPT', 'HELD_OUT', 'token_gradients', 'Signals', 'future_of_equals', 'Bias', 'compare', 'flat_weights',
            'bias', 'seen', 'Update', 'predicted_update', 'GradientSample', 'linear_rewards', 'Curvature', 'curvature',
-           'held_out', 'stages']
+           'held_out', 'ground', 'stages']
 
 # %% ../nbs/12a_signals.ipynb #d4809715
 import math
@@ -18,7 +18,7 @@ import torch
 from .activations import cell_trace, credit, earlier, loss_changes, site_gradient, weight_gradients
 from .backprop import bptt, save_sharded, stack
 from .core import ModelConfig, SomaError, TrainConfig
-from .data import batch, build_store, shipped_corpus
+from .data import Store, batch, build_store, shipped_corpus
 from .kernels import expert_objective
 from .models import init_params, site_number, token_losses
 from .probes import layout_of, site_noise
@@ -245,16 +245,18 @@ def held_out(store, T:int)->torch.Tensor:
     every = len(store.windows("validation")) // HELD_OUT
     return torch.from_numpy(np.ascontiguousarray(store.windows("validation").bytes[:HELD_OUT * every:every, :T + 1]))
 
+def ground(folder, corpus:str)->int: "A shipped corpus as a store in `folder`/store; its sequences."; return len(build_store(shipped_corpus(corpus), Path(folder)/"store"))
+
 def stages(folder,
-           corpus:str,      # shipped under data_cards/
+           store:Store,
            d:int,           # width
            estimator:str,   # "bptt", or a name in core's `ESTIMATORS`
            marks:list,      # updates, rising; 0 is the start; training ends at the last
            B:int, T:int, lr:float, seed:int,
            dust:dict|None=None,  # settings of activation noise that are not its defaults
           )->dict:
-    "Train one expert; its parameters at the marks (as an ensemble's, for `load_sharded`), its held-out windows, and losses there, nats/byte."
-    store, model = build_store(shipped_corpus(corpus), Path(folder)/"store"), ModelConfig(d=d)
+    "Train one expert on all of a store; its parameters at the marks (as an ensemble's, for `load_sharded`), its held-out windows, and losses there, nats/byte."
+    model = ModelConfig(d=d)
     cfg = TrainConfig(updates=marks[-1], B=B, T=T, lr=lr, beta2=0.99, schedule="cosine", weight_decay=0.0, head="delta", seed=seed, **({} if estimator == "bptt" else dict(estimator=estimator, dust=dust or {})))
     objective, theta, everything, kept = expert_objective(model, cfg.tile), init_params(model, seed), np.arange(len(store)), {}
     def windows(update): return batch(store, everything, cfg, update)
