@@ -15,6 +15,7 @@ from soma.estimators import delta_rule, exact_gradient, spsa
 from soma.kernels import CpuObjective, kernel
 from soma.models import SITES, ExpertObjective, Objective, init_params, ops_per_token, site_number, token_losses
 from soma.probes import layout_of, site_noise
+from soma.signals import Signals, token_gradients
 
 def text(B, T, seed=0): return Key(seed).below(256, "sample", torch.arange(B * (T + 1))).view(B, T + 1).to(torch.uint8)
 
@@ -25,14 +26,7 @@ def moved(model, seed=1, dtype=torch.float64):
 
 def width(site, d): return d if site.endswith(("hidden", "down")) else 4*d
 
-def signals(theta, windows, site, gamma)->torch.Tensor:
-    "a[t, s] = Σ_{u ≥ max(t, s)} γ^{u−t} ∇_s L_u for one window: float64 [T, T, K], by differentiation."
-    T, K = windows.shape[1] - 1, width(site, len(theta["norm"]))
-    a = torch.zeros(1, T, K, dtype=torch.float64, requires_grad=True)
-    def at(name, value, t=None): return value + (a if t is None else a[:, t]) if name == site else value
-    losses = token_losses({n: x if n == "E" else x[None] for n, x in theta.items()}, windows[None], at)[0, 0]
-    g = torch.stack([torch.autograd.grad(losses[u], a, retain_graph=True)[0][0] for u in range(T)])   # [u, s, K]
-    return torch.stack([torch.stack([sum(gamma**(u - t) * g[u, s] for u in range(max(t, s), T)) for s in range(T)]) for t in range(T)])
+def signals(theta, windows, site, gamma)->torch.Tensor: "a[t, s] of one window: float64 [T, T, K], by differentiation."; return Signals(token_gradients(theta, windows, [site])[site], gamma).a[:, 0]
 
 @pytest.fixture
 def every_sign(monkeypatch):
