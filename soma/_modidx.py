@@ -339,6 +339,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/soma', 'doc_host': '', 'gi
                                  'soma.estimators._perturbed_losses': ('estimators.html#_perturbed_losses', 'soma/estimators.py'),
                                  'soma.estimators.delta_rule': ('estimators.html#delta_rule', 'soma/estimators.py'),
                                  'soma.estimators.exact_gradient': ('estimators.html#exact_gradient', 'soma/estimators.py'),
+                                 'soma.estimators.forward_gradient': ('estimators.html#forward_gradient', 'soma/estimators.py'),
+                                 'soma.estimators.forward_slopes': ('estimators.html#forward_slopes', 'soma/estimators.py'),
                                  'soma.estimators.one_sided': ('estimators.html#one_sided', 'soma/estimators.py'),
                                  'soma.estimators.slopes': ('estimators.html#slopes', 'soma/estimators.py'),
                                  'soma.estimators.spsa': ('estimators.html#spsa', 'soma/estimators.py'),

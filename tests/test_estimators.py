@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from soma.core import Key, ModelConfig, SomaError, V
-from soma.estimators import ModuleObjective, ZerothOrder, delta_rule, exact_gradient, slopes, spsa, spsa_summed
+from soma.estimators import ModuleObjective, ZerothOrder, delta_rule, exact_gradient, forward_gradient, forward_slopes, slopes, spsa, spsa_summed
 from soma.models import ExpertObjective, Objective, body_layout, body_shapes, forward, init_params
 from soma.probes import PROBES, Layout, activity, layout_of
 
@@ -359,3 +359,22 @@ def test_it_learns_what_no_gradient_sees():
     zo, start = ZerothOrder(model, torch.optim.Adam(model.parameters(), lr=0.05), eps=0.3, P=8), errors()
     for _ in range(40): zo.step(errors)
     assert start > 0.4 and errors() < 0.15
+
+def test_forward_slopes_are_the_exact_gradient_along_the_directions():
+    model = ModelConfig(d=4, D=1, d_E=4)
+    objective, theta = ExpertObjective(model, chunk=3), init_params(model, dtype=torch.float64)
+    windows, layout, key, j = torch.arange(36, dtype=torch.uint8).view(4, 9), body_layout(model), Key(5, 2), torch.arange(2, 9)
+    g = layout.flatten(exact_gradient(objective, theta, windows))
+    for probes in ("gaussian", "rademacher"):
+        found, losses = forward_slopes(objective, theta, windows, key, j, probes)
+        assert torch.allclose(found, PROBES[probes](layout, key, j, torch.float64) @ g, rtol=1e-10, atol=1e-14)
+    assert torch.allclose(losses, objective.loss({n: t if n == "E" else t[None] for n, t in theta.items()}, windows)[0])
+    estimate = forward_gradient(objective, theta, windows.split(2), key, 3, "rademacher")
+    by_hand = sum(forward_slopes(objective, theta, b, key, torch.arange(3*a, 3*a + 3), "rademacher")[0] @ PROBES["rademacher"](layout, key, torch.arange(3*a, 3*a + 3), torch.float64)
+                  for a, b in enumerate(windows.split(2))) / 6
+    assert torch.allclose(layout.flatten(estimate.grad), by_hand) and torch.equal(estimate.losses.flatten(), losses)
+
+def test_forward_slopes_refuse_a_loss_that_tells_them_nothing():
+    layout = layout_of(dict(x=torch.zeros(2)))
+    flat = Objective(layout, lambda stacked, batch: stacked["x"].detach().sum(1))
+    with pytest.raises(SomaError, match="no forward derivative .*estimate it with spsa"): forward_slopes(flat, dict(x=torch.zeros(2)), None, Key(1), torch.arange(2))
