@@ -40,7 +40,7 @@ def dust_config(cfg:TrainConfig, model:ModelConfig, device="cpu")->DustConfig|No
     if torch.device(device).type != "cpu": raise SomaError(f"--device {device}: {cfg.estimator} runs on the CPU; use --device cpu, or --estimator spsa")
     try: config = DustConfig(tier=cfg.estimator[5], cv=cfg.estimator.endswith(" + cv"), head=cfg.head, **cfg.dust)
     except (TypeError, ValueError) as e: raise SomaError(f"dust = {cfg.dust}: {e}; give numbers, or numbers by site") from None
-    config.sites(model.D)
+    config.sites(model.D, model.projected)
     return config
 
 def update_operations(model:ModelConfig, cfg:TrainConfig)->int:
