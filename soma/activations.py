@@ -329,7 +329,7 @@ def dust(objective:Objective,     # with `clean`: the paper's expert
     if config.cv: state.learn(lessons)
     return Estimate({n: total[n].to(theta[n].dtype) for n in trained(objective.cfg, config)}, torch.stack(losses))
 
-# %% ../nbs/06a_activations.ipynb #b5590d05
+# %% ../nbs/06a_activations.ipynb #78a5f987
 def share(model:ModelConfig, site:str)->float:
     "What a replay from a site costs, as a part of a forward: multiplications from the perturbed layer on."
     d, (block, _, kind) = model.d, site.rpartition(".")
@@ -351,7 +351,7 @@ def operations(model:ModelConfig, config:DustConfig, B:int, T:int, A:int=1)->dic
     cv = sum(4*k*d + 2*k*config.of("n", s) for s, k in widths.items()) + 2*d*d if config.cv else 0
     return dict(forwards=byte_forwards(model, config, B, T, A) * ops_per_token(model), products=bytes * (32*model.D*d*d + inside), head=bytes * head, cv=bytes * cv)
 
-# %% ../nbs/06a_activations.ipynb #e830ac76
+# %% ../nbs/06a_activations.ipynb #5b800b3d
 def lstm_steps(m:nn.LSTM, x:torch.Tensor, state=None, noise=None)->tuple:
     "One-layer nn.LSTM byte by byte, with noise [B, T, H] at its hidden output: hidden [B, T, H], gates [B, T, 4H], cell [B, T, H]."
     zero = x.new_zeros(len(x), m.hidden_size)
