@@ -4,8 +4,9 @@
 
 # %% auto #0
 __all__ = ['TIERS', 'BASELINES', 'TOKENS', 'DustConfig', 'credit', 'loss_changes', 'site_gradient', 'earlier', 'cell_trace',
-           'outer', 'gelu_slope', 'weight_gradients', 'Top', 'top_gradient', 'more_gradients', 'ControlVariate',
-           'trained', 'dust', 'share', 'byte_forwards', 'operations', 'lstm_steps', 'ModuleCleanPass', 'ModuleDust']
+           'outer', 'gelu_slope', 'weight_gradients', 'Top', 'top_gradient', 'more_gradients', 'through',
+           'ControlVariate', 'top_lanes', 'site_lanes', 'trained', 'dust', 'share', 'byte_forwards', 'operations',
+           'lstm_steps', 'ModuleCleanPass', 'ModuleDust']
 
 # %% ../nbs/06a_activations.ipynb #e0662b10
 import math, re, sys
@@ -19,6 +20,7 @@ from torch import nn
 
 from .core import Key, ModelConfig, SomaError, V, derive_seed
 from .estimators import Estimate, ModuleObjective
+from .kernels import CpuCleanPass, Lanes
 from .models import MORE_SITES, SITES, Objective, body_shapes, ops_per_token, ordered_sum, site_number, site_width
 from .probes import site_noise
 
@@ -96,6 +98,8 @@ def credit(changes:torch.Tensor,  # of every byte's loss [..., T]
     return torch.stack(rewards, -1)
 
 # %% ../nbs/06a_activations.ipynb #3ff3bef5
+def _not_finite(site, sigma): return SomaError(f"{site}: a loss under noise is not finite; lower sigma ({sigma:g}) or the learning rate")
+
 def loss_changes(clean,                # a clean pass: `losses` [B, T] and `site_losses`
                  site:str,
                  draws:torch.Tensor,   # int64 [n]
@@ -103,7 +107,7 @@ def loss_changes(clean,                # a clean pass: `losses` [B, T] and `site
                 )->torch.Tensor:
     "float64 [n, B, T]: what the noise of each draw does to every byte's loss. SomaError when a loss is not finite."
     up = clean.site_losses(site, draws, sigma).double()
-    if not up.isfinite().all(): raise SomaError(f"{site}: a loss under noise is not finite; lower sigma ({sigma:g}) or the learning rate")
+    if not up.isfinite().all(): raise _not_finite(site, sigma)
     if baseline == "antithetic": return (up - clean.site_losses(site, draws, -sigma).double()) / 2
     return (up - up.mean(0)) * (len(draws) / (len(draws) - 1)) if baseline == "loo" else up - clean.losses.double()
 
@@ -113,13 +117,14 @@ def site_gradient(clean,                # a clean pass
                   draws:torch.Tensor,   # int64 [n]
                   sigma:float, gamma:float=0.0, baseline:str="clean",
                   guess=None,           # [B, T, K]: what is subtracted from the rewards and added to the estimate, or None
-                  watch=lambda rewards, told: True,  # sees the rewards [n, B, T] and what the guess says of them; False: go without it
+                  watch=lambda power, left: True,  # hears the sum of the rewards' squares and what the guess leaves of it; False: go without it
                  )->torch.Tensor:
     "Mean over draws of R_t z_t / σ at every byte: [B, T, K], an estimate of Σ_{u≥t} γ^{u−t} ∇_t L_u."
     rewards = credit(loss_changes(clean, site, draws, sigma, baseline), gamma)
     if guess is not None:
         told = credit(sigma * clean.site_dot(site, draws, guess), gamma)
-        if watch(rewards, told): rewards = rewards - told
+        left = rewards - told
+        if watch(*(ordered_sum((x*x).flatten()).item() for x in (rewards, left))): rewards = left
         else: guess = None
     found = clean.site_sum(site, draws, (rewards / (len(draws) * sigma)).to(clean.losses.dtype))
     return found if guess is None else found + guess
@@ -143,10 +148,13 @@ def cell_trace(dh:torch.Tensor,     # [B, T, d]: gradient at the hidden output
 # %% ../nbs/06a_activations.ipynb #6344423e
 TOKENS = 512  # bytes in one product, always: part of what fixes the bits
 
-def outer(g:torch.Tensor,  # [B, T, O] or [BT, O]: gradient at a layer's output
-          x:torch.Tensor,  # [B, T, I] or [BT, I]: its input
+def outer(g,           # [B, T, O] or [BT, O]: gradient at a layer's output; rows, or both in lanes
+          x,           # [B, T, I] or [BT, I]: its input
+          lag:int=0,   # 1: x is the input one byte before
          )->torch.Tensor:
-    "float64 [O, I]: the mean over bytes of g_t x_tᵀ."
+    "float64 [O, I]: the mean over bytes of g_t x_{t − lag}ᵀ."
+    if isinstance(g, Lanes): return g.outer(x, lag=lag)
+    if lag: x = earlier(x)
     g, x = g.reshape(-1, g.shape[-1]), x.reshape(-1, x.shape[-1])
     total = torch.zeros(g.shape[1], x.shape[1], dtype=torch.float64)
     for a, b in zip(g.split(TOKENS), x.split(TOKENS)): total += a.T @ b
@@ -163,11 +171,11 @@ def weight_gradients(clean,       # a clean pass
     for site, g in sites.items():
         block, _, kind = site.rpartition(".")
         if kind in MORE_SITES: continue   # not of a matrix in a block: `more_gradients`
-        def seen(name): return clean.activations[f"{block}.{name}"]
-        if kind == "hidden": g = clean.cell_trace(block, g, trace) if hasattr(clean, "cell_trace") else cell_trace(g, seen("gates"), seen("cell"), trace)
+        def seen(name): return clean.lanes(f"{block}.{name}") if isinstance(g, Lanes) else clean.activations[f"{block}.{name}"]
+        if kind == "hidden": g = (Lanes.cell_trace if isinstance(g, Lanes) else cell_trace)(g, seen("gates"), seen("cell"), trace)
         if kind == "up": grad[f"{block}.w_up"] = outer(g, seen("norm2"))
         elif kind == "down": grad[f"{block}.w_down"] = outer(g, seen("active"))
-        else: grad |= {f"{block}.w_ih": outer(g, seen("norm1")), f"{block}.w_hh": outer(g, earlier(seen("hidden")))}
+        else: grad |= {f"{block}.w_ih": outer(g, seen("norm1")), f"{block}.w_hh": outer(g, seen("hidden"), 1)}
     return grad
 
 # %% ../nbs/06a_activations.ipynb #871bd62b
@@ -209,6 +217,7 @@ def more_gradients(clean,       # a clean pass
     theta, seen, read, grad = clean.theta, clean.activations, clean.windows[:, :-1].long(), {}
     for site, g in sites.items():
         block, _, kind = site.rpartition(".")
+        if kind in MORE_SITES and isinstance(g, Lanes): g = g.rows()
         if kind == "embed": grad["E"] = torch.zeros(theta["E"].shape, dtype=torch.float64).index_add_(0, read.flatten(), g.flatten(0, 1).double()) / read.numel()
         elif kind == "input": grad["proj_in"] = outer(g, theta["E"][read])
         elif kind == "read": grad["proj_out"] = outer(g, seen["norm"])
@@ -219,12 +228,24 @@ def more_gradients(clean,       # a clean pass
     return grad
 
 # %% ../nbs/06a_activations.ipynb #497c6224
+def through(w:torch.Tensor,  # [O, I]
+            x,               # [B, T, I]: rows, or lanes
+            scale=None,      # [B, T, O], likewise
+           ):
+    "w x at every byte, times scale."
+    if isinstance(x, Lanes): return x.through(w, scale)
+    y = x @ w.T.to(x.dtype)
+    return y if scale is None else y * scale
+
+def _mean(found:list)->torch.Tensor: "Of the batches' findings, in their order."; return found[0] if len(found) == 1 else sum(found[1:], found[0]) / len(found)
+
 def _solve(a, b)->torch.Tensor:
     "x of a x = b on one thread: with more, the last bits of a wide system depend on how many."
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)
+    if threads > 1: torch.set_num_threads(1)
     try: return torch.linalg.solve(a, b)
-    finally: torch.set_num_threads(threads)
+    finally:
+        if threads > 1: torch.set_num_threads(threads)
 
 class ControlVariate:
     "What the guesses are learnt from: fading second moments of each site's estimate with the top's gradient. Part of a checkpoint."
@@ -237,19 +258,17 @@ class ControlVariate:
 
     def guess(self,
               site:str,
-              stream:torch.Tensor,  # δs [B, T, d]
-              slope=None,           # of GELU [B, T, 4d], at an MLP's inner layer
+              stream,       # δs [B, T, d]
+              slope=None,   # of GELU [B, T, 4d], at an MLP's inner layer
              ):
         "v [B, T, K], or None while it only listens."
         if self.off or self.updates < self.config.warmup: return None
-        v = stream @ self.maps[site].T.to(stream.dtype)
-        return v if slope is None else v * slope
+        return through(self.maps[site], stream, slope)
 
-    def watch(self, site:str, rewards:torch.Tensor, told:torch.Tensor)->bool:
+    def watch(self, site:str, power:float, left:float)->bool:
         "Note the part of the rewards' power that a guess explains; False, and off for good, when it adds more than there was."
-        left, power = (ordered_sum((x*x).flatten()).item() for x in (rewards - told, rewards))
         part = 1 - left / power if power > 0 else 0.0
-        if not part > -1: return self._leave(f"at {site} it {f'makes the rewards {1 - part:.3g} times as noisy' if math.isfinite(part) else 'is not finite'}")
+        if power > 0 and not left < 2 * power: return self._leave(f"at {site} it {f'makes the rewards {1 - part:.3g} times as noisy' if math.isfinite(part) else 'is not finite'}")
         self.explained[site] = part
         return True
 
@@ -263,15 +282,16 @@ class ControlVariate:
         self.updates += 1
         if self.off or self.updates > self.config.dense and self.updates % 4: return
         w, (d, _) = self.config.decay, self.second.shape
-        self.second.mul_(w).add_(sum(outer(ds, ds) for _, ds, _ in lessons) / len(lessons), alpha=1 - w)
-        for site, total in self.cross.items():
-            total.mul_(w).add_(sum(self._moment(g[site], ds, slopes.get(site)) for g, ds, slopes in lessons) / len(lessons), alpha=1 - w)
-            self.maps[site] = _solve(self.second + self.config.ridge * self.second.diagonal().mean().clamp(min=1e-300) * torch.eye(d), total.T).T.contiguous()
-        if not all(a.isfinite().all() for a in self.maps.values()): self._leave("what it has learnt is not finite")
+        self.second.lerp_(_mean([outer(ds, ds) for _, ds, _ in lessons]), 1 - w)
+        for site, total in self.cross.items(): total.lerp_(_mean([self._moment(g[site], ds, slopes.get(site)) for g, ds, slopes in lessons]), 1 - w)
+        a = _solve(self.second + self.config.ridge * self.second.diagonal().mean().clamp(min=1e-300) * torch.eye(d), torch.cat(list(self.cross.values())).T).T
+        self.maps = {site: m.contiguous() for site, m in zip(self.cross, a.split([len(c) for c in self.cross.values()]))}
+        if not a.isfinite().all(): self._leave("what it has learnt is not finite")
 
     def _moment(self, g, ds, slope):
         if slope is None: return outer(g, ds)
-        return outer(g * slope, ds) / (slope.square().sum((0, 1), dtype=torch.float64) / slope[..., 0].numel())[:, None].clamp(min=1e-300)
+        total, squares = g.outer(ds, slope) if isinstance(g, Lanes) else (outer(g * slope, ds), slope.square().sum((0, 1), dtype=torch.float64) / slope[..., 0].numel())
+        return total / squares[:, None].clamp(min=1e-300)
 
     def tensors(self)->dict: "What it has learnt, by name, for a checkpoint."; return {f"cross.{s}": t for s, t in self.cross.items()} | {f"map.{s}": t for s, t in self.maps.items()} | {"second": self.second}
     def state(self)->dict: "The rest, as JSON values."; return dict(updates=self.updates, off=self.off, explained=dict(self.explained))
@@ -282,29 +302,43 @@ class ControlVariate:
         self.updates, self.off, self.explained = state["updates"], state["off"], dict(state["explained"])
 
 # %% ../nbs/06a_activations.ipynb #3addd865
+def top_lanes(clean:CpuCleanPass, stream:bool=True)->Top:
+    "As `top_gradient`, by the kernel; δs in lanes."
+    theta, residual = clean.theta, clean.residual()
+    grad = {"E": residual.outer(clean.lanes("read"))}
+    if not stream: return Top(grad, None)
+    g = residual.through(theta["E"].T)
+    if "proj_out" in theta: grad["proj_out"], g = g.outer(clean.lanes("norm")), g.through(theta["proj_out"].T)
+    ds, grad["norm"] = clean.lanes(f"blocks.{clean.cfg.D - 1}.out").norm_back(theta["norm"], g)
+    return Top(grad, ds)
+
+def site_lanes(clean:CpuCleanPass, site:str, draws:torch.Tensor, sigma:float, gamma:float=0.0, baseline:str="clean", guess:Lanes|None=None, watch=lambda power, left: True)->Lanes:
+    "As `site_gradient`, by the kernel; the estimate takes the guess's place, and what `watch` says the kernel has found by itself."
+    found, power, left = clean.site_gradient(site, draws, sigma, gamma, baseline, guess)
+    if not math.isfinite(power): raise _not_finite(site, sigma)
+    if guess: watch(power, left)
+    return found
+
+# %% ../nbs/06a_activations.ipynb #a7e71878
 def trained(model:ModelConfig, config:DustConfig)->list:
     "Names of the parameters that an estimate has a gradient for, in canonical order, E last."
     reached = {_TEACHES.get(s, s) for s in config.sites(model.D, model.projected)} | ({"norm", "proj_out"} if config.top else set())
     return [n for n in body_shapes(model) if ".w_" in n or n in reached] + ["E"] * (config.head == "delta")
 
-def _slopes(clean)->dict:
-    "Site -> GELU's slope at the inner layer of each MLP."
-    blocks = [f"blocks.{i}" for i in range(clean.cfg.D)]
-    return {f"{b}.up": clean.gelu_slope(b) if hasattr(clean, "gelu_slope") else gelu_slope(clean.activations[f"{b}.up"]) for b in blocks}
-
 def _one_batch(clean, first:int, config:DustConfig, state)->tuple:
     "(float64 gradients, what the control variate learns from) of one batch; draws are numbered from first · n."
-    acts, theta = clean.activations, clean.theta
-    top = top_gradient(theta, acts, clean.windows[:, 1:], config.top) if config.top or config.head == "delta" else Top({}, None)
-    found, slopes = {}, _slopes(clean) if config.cv or config.tier == "C" else {}
+    theta, blocks, found = clean.theta, [f"blocks.{i}" for i in range(clean.cfg.D)], {}
+    fast = isinstance(clean, CpuCleanPass)
+    top = Top({}, None)
+    if config.top or config.head == "delta": top = top_lanes(clean, config.top) if fast else top_gradient(theta, clean.activations, clean.windows[:, 1:], config.top)
+    slopes = {f"{b}.up": clean.lanes(f"{b}.up").gelu_slope() if fast else gelu_slope(clean.activations[f"{b}.up"]) for b in blocks} if config.cv or config.tier == "C" else {}
     for site in config.sites(clean.cfg.D, clean.cfg.projected):
         n, guess = config.of("n", site), state.guess(site, top.stream, slopes.get(site)) if config.cv else None
-        found[site] = site_gradient(clean, site, torch.arange(first*n, (first + 1)*n), config.of("sigma", site), config.of("gamma", site), config.baseline,
-                                    guess, lambda rewards, told: state.watch(site, rewards, told))
+        found[site] = (site_lanes if fast else site_gradient)(clean, site, torch.arange(first*n, (first + 1)*n), config.of("sigma", site), config.of("gamma", site), config.baseline,
+                                                              guess, lambda power, left: state.watch(site, power, left))
     sites = dict(found)
-    if config.tier != "A": sites[f"blocks.{clean.cfg.D - 1}.down"] = top.stream
-    if config.tier == "C":
-        for b in (f"blocks.{i}" for i in range(clean.cfg.D)): sites[f"{b}.up"] = (sites[f"{b}.down"] @ theta[f"{b}.w_down"]) * slopes[f"{b}.up"]
+    if config.tier != "A": sites[f"{blocks[-1]}.down"] = top.stream
+    if config.tier == "C": sites |= {f"{b}.up": through(theta[f"{b}.w_down"].T, sites[f"{b}.down"], slopes[f"{b}.up"]) for b in blocks}
     grad, more = weight_gradients(clean, sites, config.trace) | top.grad, more_gradients(clean, found)
     return grad | {n: g + grad.get(n, 0) for n, g in more.items()}, (found, top.stream, slopes)   # E's two paths add up
 
@@ -319,17 +353,17 @@ def dust(objective:Objective,     # with `clean`: the paper's expert
     if not hasattr(objective, "clean"): raise SomaError("dust: this objective has no loss of every byte (no `clean`); use ModuleDust with a loss [B, T], or spsa")
     if config.cv and (state is None or list(state.cross) != config.sites(objective.cfg.D, objective.cfg.projected)):
         raise SomaError("dust: a control variate needs its state, made for these sites; give state=ControlVariate(model, config), the same one in every update")
-    total, losses, lessons = {}, [], []
+    grads, losses, lessons = [], [], []
     for a, windows in enumerate(batches):
         clean = objective.clean(theta, windows, key, config.noise)
         grad, lesson = _one_batch(clean, a, config, state)
         losses.append((ordered_sum(clean.losses) / clean.T)[None, None])
-        lessons.append(lesson)
-        total = {n: g / len(batches) + total.get(n, 0) for n, g in grad.items()}
+        grads.append(grad)
+        if config.cv: lessons.append(lesson)
     if config.cv: state.learn(lessons)
-    return Estimate({n: total[n].to(theta[n].dtype) for n in trained(objective.cfg, config)}, torch.stack(losses))
+    return Estimate({n: _mean([g[n] for g in grads]).to(theta[n].dtype) for n in trained(objective.cfg, config)}, torch.stack(losses))
 
-# %% ../nbs/06a_activations.ipynb #78a5f987
+# %% ../nbs/06a_activations.ipynb #2735a729
 def share(model:ModelConfig, site:str)->float:
     "What a replay from a site costs, as a part of a forward: multiplications from the perturbed layer on."
     d, (block, _, kind) = model.d, site.rpartition(".")
@@ -351,7 +385,7 @@ def operations(model:ModelConfig, config:DustConfig, B:int, T:int, A:int=1)->dic
     cv = sum(4*k*d + 2*k*config.of("n", s) for s, k in widths.items()) + 2*d*d if config.cv else 0
     return dict(forwards=byte_forwards(model, config, B, T, A) * ops_per_token(model), products=bytes * (32*model.D*d*d + inside), head=bytes * head, cv=bytes * cv)
 
-# %% ../nbs/06a_activations.ipynb #5b800b3d
+# %% ../nbs/06a_activations.ipynb #69cc554e
 def lstm_steps(m:nn.LSTM, x:torch.Tensor, state=None, noise=None)->tuple:
     "One-layer nn.LSTM byte by byte, with noise [B, T, H] at its hidden output: hidden [B, T, H], gates [B, T, 4H], cell [B, T, H]."
     zero = x.new_zeros(len(x), m.hidden_size)

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 
 from .core import Key, ModelConfig, SomaError, TrainConfig, V
-from .probes import Layout, probe_family, site_noise, weighted_sum
+from .probes import NOISES, Layout, probe_family, site_noise, weighted_sum
 
 # %% ../nbs/04_models.ipynb #ec970bb9
 def body_shapes(cfg:ModelConfig)->dict:
@@ -296,7 +296,7 @@ class CleanPass:
                 ):
         self.objective, self.cfg, self.theta, self.windows, self.key, self.noise = objective, objective.cfg, theta, windows, key, noise
         self.B, self.T = windows.shape[0], windows.shape[1] - 1
-        site_noise(noise, key, 0, torch.zeros(1, dtype=torch.long), 1, 1, 1)   # an unknown family is refused here
+        if noise not in NOISES: site_noise(noise, key, 0, torch.zeros(1, dtype=torch.long), 1, 1, 1)   # refuses it
         self.run()
 
     def run(self):

@@ -189,7 +189,7 @@ def load_theta(folder)->tuple:
 # %% ../nbs/08_train.ipynb #08550a80
 def identity(cfg:TrainConfig, model:ModelConfig, theta:dict, store:Store, train_idx, valid_idx)->dict:
     "What must be equal for a checkpoint to be continued."
-    train = {k: v for k, v in as_config(cfg).items() if k != "updates"}
+    train = json.loads(json.dumps({k: v for k, v in as_config(cfg).items() if k != "updates"}))   # a tuple comes back as a list
     shard = hashlib.sha256(np.asarray(train_idx, "<i8").tobytes() + b"/" + np.asarray(valid_idx, "<i8").tobytes()).hexdigest()
     return dict(model=asdict(model), train=train, corpus=store.sha256, shard=shard, start=digest(theta))
 

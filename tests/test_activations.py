@@ -9,7 +9,7 @@ from torch import nn
 
 import soma.activations, soma.models
 from soma.activations import (TIERS, ControlVariate, DustConfig, ModuleDust, byte_forwards, cell_trace, credit, dust, gelu_slope, loss_changes, operations, outer, share, site_gradient,
-                              top_gradient, trained, weight_gradients)
+                              site_lanes, through, top_gradient, top_lanes, trained, weight_gradients)
 from soma.core import Key, ModelConfig, SomaError
 from soma.estimators import delta_rule, exact_gradient, spsa
 from soma.kernels import CpuObjective, kernel
@@ -220,11 +220,39 @@ def test_the_kernel_s_trace_slope_and_dot(B, d, target):
     fast, plain = Target(model).clean(theta, windows, Key(5)), ExpertObjective(model).clean({n: t.double() for n, t in theta.items()}, windows, Key(5))
     dh = Key(2).normal("sample", torch.arange(-(-B*7*d // 4))).flatten()[:B*7*d].view(B, 7, d)
     for b in ("blocks.0", "blocks.1"):
-        for trace in (True, False): assert torch.allclose(fast.cell_trace(b, dh, trace).double(), cell_trace(dh, plain.activations[f"{b}.gates"], plain.activations[f"{b}.cell"], trace), atol=3e-5)
-        assert torch.allclose(fast.gelu_slope(b).double(), gelu_slope(plain.activations[f"{b}.up"]), atol=1e-5)
+        seen = [fast.lanes(f"{b}.{n}") for n in ("gates", "cell")]
+        for trace in (True, False): assert torch.allclose(fast.lanes(dh).cell_trace(*seen, trace).rows().double(), cell_trace(dh, plain.activations[f"{b}.gates"], plain.activations[f"{b}.cell"], trace), atol=3e-5)
+        assert torch.allclose(fast.lanes(f"{b}.up").gelu_slope().rows().double(), gelu_slope(plain.activations[f"{b}.up"]), atol=1e-5)
         for site in (f"{b}.hidden", f"{b}.up"):
             v = torch.cat([dh] * (width(site, d) // d), -1)
             assert torch.allclose(fast.site_dot(site, torch.tensor([0, 3]), v).double(), plain.site_dot(site, torch.tensor([0, 3]), v), atol=1e-4)
+    x, slope, w = dh.flip(1)[..., :d - 1].contiguous(), dh.sin(), dh[0, :3]
+    g, s, x_lanes = fast.lanes(dh), fast.lanes(slope), fast.lanes(x)
+    assert torch.equal(g.rows(), dh.float())
+    for lag in (0, 1): assert torch.allclose(outer(g, x_lanes, lag), outer(dh, x, lag), atol=1e-6)
+    found, squares = g.outer(x_lanes, s)
+    assert torch.allclose(found, outer(dh * slope, x), atol=1e-6) and torch.allclose(squares, slope.square().mean((0, 1)), atol=1e-6)
+    three = fast.lanes(slope[..., :3].contiguous())
+    assert torch.allclose(through(w, g).rows().double(), through(w, dh), atol=1e-5) and torch.allclose(through(w, g, three).rows().double(), through(w, dh, slope[..., :3]), atol=1e-5)
+
+@pytest.mark.parametrize("B, T", [(3, 9), (70, 40)])
+@pytest.mark.parametrize("model", [ModelConfig(6, 2, 6), ModelConfig(5, 1, 7)])
+def test_the_kernel_s_top_and_estimates(model, B, T):
+    "As in torch, with every baseline, with a guess and without; a guess that does harm is left out by both."
+    theta, windows, draws = moved(model, dtype=torch.float32), text(B, T), torch.tensor([4, 0, 9])
+    fast, plain = CpuObjective(model).clean(theta, windows, Key(5)), ExpertObjective(model).clean({n: t.double() for n, t in theta.items()}, windows, Key(5))
+    near = lambda a, b: (a - b).norm() < 1e-3 * b.norm()
+    top, want = top_lanes(fast), top_gradient(plain.theta, plain.activations, windows[:, 1:])
+    assert top.grad.keys() == want.grad.keys() and all(near(top.grad[n], g) for n, g in want.grad.items()) and near(top.stream.rows(), want.stream)
+    assert torch.equal(top_lanes(fast, False).grad["E"], top.grad["E"])
+    for site, baseline in itertools.product((f"blocks.{model.D - 1}.down", "blocks.0.hidden"), ("clean", "loo", "antithetic")):
+        for size in (None, 1.0, 1e3):
+            guess, heard = None if size is None else want.stream * size, []
+            def watch(power, left): heard.append((power, left)); return left < 2 * power
+            a = site_lanes(fast, site, draws, 0.2, 0.7, baseline, None if guess is None else fast.lanes(guess), watch).rows()
+            b = site_gradient(plain, site, draws, 0.2, 0.7, baseline, guess, watch)
+            assert near(a, b) and len(heard) == 2 * (size is not None) and (size is None or torch.allclose(*torch.tensor(heard).double(), rtol=1e-3))
+            if size == 1e3: assert heard[0][1] > 2 * heard[0][0] and near(a, site_gradient(plain, site, draws, 0.2, 0.7, baseline))
 
 def test_passes_that_come_and_go_do_not_disturb_each_other():
     "Memory goes from a pass that is gone to the next one, never from one that is asked again."

@@ -1,12 +1,13 @@
 // The perturbed forward on a CPU: room 04's `Objective` for the paper's LSTM expert, and room 04a's for the EGGROLL control, with nothing stacked.
 // Notebook 05_kernels tells how and why. vector.h: lanes and functions of them · random.h: Philox · model.h: packed weights, layers, loss ·
-// noise.h: activation noise · forward.h: the expert on one tile · gru.h: the control on one tile.
+// noise.h: activation noise · forward.h: the expert on one tile · lanes.h: between an update's passes · gru.h: the control on one tile.
 #include <atomic>
 #include <functional>
 #include <system_error>
 #include <thread>
 #include "forward.h"
 #include "gru.h"
+#include "lanes.h"
 
 namespace {
 
@@ -275,9 +276,9 @@ int soma_site_losses(int d, int D, int dE, const float* theta, const float* E, c
   });
 }
 
-// total, laid out as a field [T][width][lanes] a tile: Σ_j rewards[j][b][t] · noise_j, the noise drawn again.
+// total, laid out as a field [T][width][lanes] a tile: Σ_j rewards[j][b][t] · noise_j, the noise drawn again; added to what is there, or not.
 int soma_site_sum(int d, int D, int dE, long B, long T, int number, int family, uint32_t seed, uint32_t step, uint32_t stream, const int32_t* draws, long n,
-                  const float* rewards, float* total, int threads) {
+                  const float* rewards, int add, float* total, int threads) {
   return guarded([&] {
     const Site site(Shape{d, D, dE}, number);
     Tiles(B).each(threads, 1, [&](auto nv, long first, long) {
@@ -293,11 +294,8 @@ int soma_site_sum(int d, int D, int dE, long B, long T, int number, int family, 
           noise.draw(number, draws[j], t, first);
           for (int k = 0; k < site.width; k++)
             for (int v = 0; v < NV; v++) {
-              vf sum;
               float* to = at + ((size_t)k * NV + v) * W;
-              memcpy(&sum, to, sizeof sum);
-              sum += noise.at(k, v, amount[v]);
-              memcpy(to, &sum, sizeof sum);
+              put(to, (add || j ? get(to) : vf{}) + noise.at(k, v, amount[v]));
             }
         }
       }
@@ -305,71 +303,144 @@ int soma_site_sum(int d, int D, int dE, long B, long T, int number, int family, 
   });
 }
 
-// dots [n][B][T]: ⟨v, noise_j⟩ at the site, v [B][T][width], the noise drawn again.
+// dots [n][B][T]: ⟨v, noise_j⟩ at the site, v a field, the noise drawn again.
 int soma_site_dot(int d, int D, int dE, long B, long T, int number, int family, uint32_t seed, uint32_t step, uint32_t stream, const int32_t* draws, long n,
                   const float* v, float* dots, int threads) {
   return guarded([&] {
     const Site site(Shape{d, D, dE}, number);
     Tiles(B).each(threads, n, [&](auto nv, long first, long j) {
       constexpr int NV = decltype(nv)::value;
-      const Rows<NV> rows(first, B, T, site.width);
+      const Place<NV> at(first, B, T);
       Noise<NV> noise({{seed, step}, stream, family}, site.width);
-      Array<vf> lanes((size_t)site.width * NV);
       for (long t = 0; t < T; t++) {
-        rows.load(v, t, lanes.get());
+        const float* from = at.at(v, site.width, t);
         noise.draw(number, draws[j], t, first);
         vf sum[NV] = {};
-        for (int k = 0; k < site.width; k++) for (int i = 0; i < NV; i++) sum[i] += noise.at(k, i, lanes.get()[(size_t)k * NV + i]);
+        for (int k = 0; k < site.width; k++) for (int i = 0; i < NV; i++) sum[i] += noise.at(k, i, get(from + ((size_t)k * NV + i) * W));
         float found[NV * W];
         memcpy(found, sum, sizeof found);
-        for (int b = 0; b < rows.used; b++) dots[(j * B + first + b) * T + t] = found[b];
+        for (int b = 0; b < at.used; b++) dots[(j * B + first + b) * T + t] = found[b];
       }
     });
   });
 }
 
-// rows [B][T][width] of a field, which is laid out by tiles; with slope, of GELU's derivative at it.
-int soma_unpack(long B, long T, int width, const float* field, int slope, float* rows, int threads) {
+// rewards [n][B][T] for soma_site_sum: Σ_{u≥t} γ^{u−t} of each draw's loss changes, less what the dots with a guess (null: none) tell of them, over n·sigma.
+// A change is a loss less the clean one, less the other draws' mean, or half the difference to the opposite draw's (down).
+// power [2]: Σ of the credited changes' squares, and of what the guess leaves.
+int soma_rewards(long B, long T, long n, const float* clean, const float* up, const float* down, int loo, double sigma, double gamma, const float* dots, float* rewards, double* power) {
+  return guarded([&] {
+    std::vector<double> base(clean, clean + B * T);
+    if (loo) std::fill(base.begin(), base.end(), 0.0);
+    if (loo) for (long j = 0; j < n; j++) for (long i = 0; i < B * T; i++) base[i] += up[j * B * T + i] / (double)n;
+    const double scale = loo ? n / (n - 1.0) : 1.0;
+    power[0] = power[1] = 0;
+    for (long row = 0; row < n * B; row++) {
+      double change = 0, told = 0;
+      for (long t = T - 1; t >= 0; t--) {
+        const size_t i = row * T + t;
+        change = gamma * change + (down ? ((double)up[i] - down[i]) / 2 : (up[i] - base[i % (B * T)]) * scale);
+        told = gamma * told + (dots ? sigma * dots[i] : 0.0);
+        const double left = change - told;
+        power[0] += change * change, power[1] += left * left;
+        rewards[i] = (float)(left / (n * sigma));
+      }
+    }
+  });
+}
+
+// A site's estimate in the place of a guess, or without one (known = 0) in found: replays, rewards, and the noise weighted by them. power as above; a guess
+// that adds as much as there was, or is not finite, is left out.
+int soma_site_gradient(int d, int D, int dE, const float* theta, const float* E, const uint8_t* windows, long B, long T, float* const* fields, const float* clean, int number, int family,
+                       uint32_t seed, uint32_t step, uint32_t stream, const int32_t* draws, long n, float sigma, double gamma, int opposite, int loo, int known, float* found, double* power, int threads) {
+  int code = 0;
+  return std::max(code, guarded([&] {
+    const size_t numbers = n * B * T;
+    std::vector<float> up(numbers), down(opposite ? numbers : 0), dots(known ? numbers : 0), rewards(numbers);
+    auto replay = [&](float s, float* to) { code |= soma_site_losses(d, D, dE, theta, E, windows, B, T, fields, number, family, seed, step, stream, draws, n, s, to, threads); };
+    auto reward = [&](bool told) { code |= soma_rewards(B, T, n, clean, up.data(), opposite ? down.data() : nullptr, loo, sigma, gamma, told ? dots.data() : nullptr, rewards.data(), power); };
+    replay(sigma, up.data());
+    if (opposite) replay(-sigma, down.data());
+    if (known) code |= soma_site_dot(d, D, dE, B, T, number, family, seed, step, stream, draws, n, found, dots.data(), threads);
+    reward(known);
+    if (known && power[0] > 0 && !(power[1] < 2 * power[0])) {
+      const double left = power[1];
+      known = 0, reward(false), power[1] = left;
+    }
+    code |= soma_site_sum(d, D, dE, B, T, number, family, seed, step, stream, draws, n, rewards.data(), known, found, threads);
+  }));
+}
+
+// rows [B][T][width] of a field, which is laid out by tiles; or back, into the field.
+int soma_unpack(long B, long T, int width, float* field, int back, float* rows, int threads) {
   return guarded([&] {
     Tiles(B).each(threads, 1, [&](auto nv, long first, long) {
       constexpr int NV = decltype(nv)::value;
       const Rows<NV> to(first, B, T, width);
+      const Place<NV> at(first, B, T);
       Array<vf> lanes((size_t)width * NV);
-      for (long t = 0; t < T; t++) {
-        const float* from = field + ((size_t)first * T + t * NV * W) * width;
-        if (slope) {
-          memcpy((void*)lanes.get(), from, (size_t)width * NV * sizeof(vf));
-          for (int i = 0; i < width * NV; i++) lanes.get()[i] = gelu_slope(lanes.get()[i]);
-          from = (const float*)lanes.get();
-        }
-        to.store(from, t, rows);
+      for (long t = 0; t < T; t++)
+        if (back) to.load(rows, t, lanes.get()), memcpy(at.at(field, width, t), lanes.get(), (size_t)width * NV * sizeof(vf));
+        else to.store(at.at(field, width, t), t, rows);
+    });
+  });
+}
+
+// The steps of lanes.h on all tiles.
+
+int soma_slope(long B, long T, int width, const float* up, float* slope, int threads) {
+  return guarded([&] {
+    Tiles(B).each(threads, 1, [&](auto nv, long first, long) {
+      const Place<decltype(nv)::value> at(first, B, T);
+      for (size_t i = 0; i < (size_t)T * at.L * width; i += W) put(at.at(slope, width, 0) + i, gelu_slope(get(at.at(up, width, 0) + i)));
+    });
+  });
+}
+
+int soma_cell_trace(int d, long B, long T, const float* gates, const float* cell, const float* dh, int trace, float* out, int threads) {
+  return guarded([&] { Tiles(B).each(threads, 1, [&](auto nv, long first, long) { cell_trace(Place<decltype(nv)::value>(first, B, T), d, gates, cell, dh, trace, out); }); });
+}
+
+int soma_through(long B, long T, int O, int I, const float* w, const float* x, const float* scale, float* y, int threads) {
+  return guarded([&] {
+    Array<float> packed(packed_size(O, I));
+    pack(w, O, I, packed.get());
+    Tiles(B).each(threads, 1, [&](auto nv, long first, long) { through(Place<decltype(nv)::value>(first, B, T), packed.get(), O, I, x, scale, y); });
+  });
+}
+
+// mean [O][I] over all bytes, and with scale that of its squares [O].
+int soma_product(long B, long T, int O, int I, const float* g, const float* scale, const float* x, int lag, double* mean, double* squares, int threads) {
+  return guarded([&] {
+    const Tiles tiles(B);
+    parallel((O + ROWS - 1) / ROWS, threads, [&](long job) {
+      const int row = job * ROWS;
+      Array<vd> sums((size_t)ROWS * I + ROWS);
+      vd* square = sums.get() + (size_t)ROWS * I;
+      for (long i = 0; i < tiles.all(); i++)
+        tiles.run(i, [&](auto nv, long first) { add_products(Place<decltype(nv)::value>(first, B, T), row, O, I, g, scale, x, lag, sums.get(), square); });
+      for (int r = 0; r < std::min(ROWS, O - row); r++) {
+        for (int i = 0; i < I; i++) mean[(size_t)(row + r) * I + i] = across(sums.get()[(size_t)r * I + i]) / (B * T);
+        if (scale) squares[row + r] = across(square[r]) / (B * T);
       }
     });
   });
 }
 
-// rows [B][T][4d]: from a gradient dh [B][T][d] at the hidden output to the gates, through the cell; gates and cell are fields.
-int soma_cell_trace(int d, long B, long T, const float* gates, const float* cell, const float* dh, int trace, float* rows, int threads) {
+int soma_residual(int dE, const float* E, const uint8_t* windows, long B, long T, const float* read, float* out, int threads) {
   return guarded([&] {
-    Tiles(B).each(threads, 1, [&](auto nv, long first, long) {
-      constexpr int NV = decltype(nv)::value, L = NV * W;
-      const Rows<NV> from(first, B, T, d), to(first, B, T, 4 * d);
-      Array<vf> h((size_t)d * NV), carry((size_t)d * NV), out((size_t)4 * d * NV);
-      for (long t = T - 1; t >= 0; t--) {
-        const float *g4 = gates + ((size_t)first * T + t * L) * 4 * d, *c1 = cell + ((size_t)first * T + t * L) * d;
-        from.load(dh, t, h.get());
-        for (int i = 0; i < d * NV; i++) {
-          auto at = [](const float* p, size_t i) INLINED { vf x; memcpy(&x, p + i * W, sizeof x); return x; };
-          const size_t wide = (size_t)d * NV;
-          const vf in = sigmoid(at(g4, i)), forget = sigmoid(at(g4, wide + i)), g = tanh_of(at(g4, 2 * wide + i)), o = sigmoid(at(g4, 3 * wide + i)), s = tanh_of(at(c1, i));
-          const vf before = t ? at(c1 - (size_t)L * d, i) : vf{}, dh1 = h.get()[i], dc = dh1 * o * (1.0f - s * s) + carry.get()[i];
-          out.get()[i] = dc * g * (in - in * in), out.get()[wide + i] = dc * before * (forget - forget * forget);
-          out.get()[2 * wide + i] = dc * in * (1.0f - g * g), out.get()[3 * wide + i] = dh1 * s * (o - o * o);
-          if (trace) carry.get()[i] = forget * dc;
-        }
-        to.store((const float*)out.get(), t, rows);
-      }
-    });
+    const Head head(E, dE);
+    Tiles(B).each(threads, 1, [&](auto nv, long first, long) { residual(Place<decltype(nv)::value>(first, B, T), head, dE, windows, read, out); });
+  });
+}
+
+// grad [d]: the gain's, a mean over all bytes.
+int soma_norm_back(int d, const float* gain, long B, long T, const float* x, float* g, double* grad, int threads) {
+  return guarded([&] {
+    const Tiles tiles(B);
+    std::vector<double> parts(tiles.all() * d);
+    parallel(tiles.all(), threads, [&](long i) { tiles.run(i, [&](auto nv, long first) { norm_back(Place<decltype(nv)::value>(first, B, T), d, gain, x, g, &parts[i * d]); }); });
+    for (int k = 0; k < d; k++) { grad[k] = 0; for (long i = 0; i < tiles.all(); i++) grad[k] += parts[i * d + k] / (B * T); }
   });
 }
 
