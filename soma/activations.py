@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['TIERS', 'BASELINES', 'TOKENS', 'DustConfig', 'credit', 'loss_changes', 'site_gradient', 'earlier', 'cell_trace',
-           'outer', 'gelu_slope', 'weight_gradients', 'Top', 'top_gradient', 'through', 'ControlVariate', 'top_lanes',
-           'site_lanes', 'trained', 'dust', 'share', 'byte_forwards', 'operations', 'lstm_steps', 'ModuleCleanPass',
-           'ModuleDust']
+           'outer', 'gelu_slope', 'weight_gradients', 'Top', 'top_gradient', 'more_gradients', 'through',
+           'ControlVariate', 'top_lanes', 'site_lanes', 'trained', 'dust', 'share', 'byte_forwards', 'operations',
+           'lstm_steps', 'ModuleCleanPass', 'ModuleDust']
 
 # %% ../nbs/06a_activations.ipynb #e0662b10
 import math, re, sys
@@ -21,13 +21,13 @@ from torch import nn
 from .core import Key, ModelConfig, SomaError, V, derive_seed
 from .estimators import Estimate, ModuleObjective
 from .kernels import CpuCleanPass, Lanes
-from .models import SITES, Objective, body_shapes, ops_per_token, ordered_sum, site_number
+from .models import MORE_SITES, SITES, Objective, body_shapes, ops_per_token, ordered_sum, site_number, site_width
 from .probes import site_noise
 
 # %% ../nbs/06a_activations.ipynb #8f747d1b
 TIERS = dict(A=("gates", "up", "down"), B=("hidden", "up", "down"), C=("hidden", "down"))  # where noise is added, in each block
 BASELINES = ("clean", "loo", "antithetic")  # what a perturbed loss is compared with
-_SITED = dict(n=1, sigma=0.1, gamma=dict(gates=0.5, hidden=0.5, up=0.0, down=0.0))  # settings that a site may have of its own, and their defaults
+_SITED = dict(n=1, sigma=0.1, gamma=dict(gates=0.5, hidden=0.5, up=0.0, down=0.0, embed=0.5, input=0.5, norm1=0.5, norm2=0.0, norm=0.0, read=0.0))  # settings that a site may have of its own, and their defaults
 
 @dataclass(frozen=True)
 class DustConfig:
@@ -41,6 +41,7 @@ class DustConfig:
     baseline:str = "clean"    # the clean pass; "loo": the other draws' mean; "antithetic": the opposite draw
     trace:bool = True         # let the cell carry credit from later bytes to the gates (tiers B, C)
     head:str = "delta"        # E by the delta rule, from the same clean pass; or "frozen"
+    more:tuple|list = ()      # sites for what is frozen without them: any of MORE_SITES
     decay:float = 0.99        # cv: memory of its statistics, an update
     ridge:float = 0.01        # cv: of the mean diagonal
     warmup:int = 50           # cv: updates it only listens to
@@ -49,6 +50,7 @@ class DustConfig:
     def __post_init__(self):
         for name, known in dict(tier=TIERS, noise=("rademacher", "gaussian"), baseline=BASELINES, head=("delta", "frozen")).items():
             if getattr(self, name) not in known: raise SomaError(f"dust {name} {getattr(self, name)!r}: unknown; choose one of {', '.join(known)}")
+        if isinstance(self.more, str) or set(self.more) - set(MORE_SITES): raise SomaError(f"dust more = {self.more!r}: not a list of sites; choose from {', '.join(MORE_SITES)}")
         for name in _SITED:
             value = getattr(self, name)
             for site, x in value.items() if isinstance(value, dict) else [("every site", value)]: self._check(name, site, x)
@@ -56,7 +58,7 @@ class DustConfig:
         if self.warmup < 1 or self.dense < 0: raise SomaError(f"dust warmup = {self.warmup}, dense = {self.dense}: a guess needs an update to be learnt from; use warmup of at least 1, dense of at least 0")
 
     def _check(self, name, site, x):
-        if site != "every site" and not re.fullmatch(rf"(blocks\.\d+\.)?({'|'.join(SITES)})", site): raise SomaError(f"dust {name}: no site {site!r}; name one of {', '.join(SITES)}, or blocks.<i>.<one of these>")
+        if site != "every site" and not re.fullmatch(rf"(blocks\.\d+\.)?({'|'.join(SITES + MORE_SITES)})", site): raise SomaError(f"dust {name}: no site {site!r}; name one of {', '.join(SITES + MORE_SITES)}, or one of a block as blocks.<i>.<kind>")
         if name == "n":
             if x != int(x) or x < 1: raise SomaError(f"dust n = {x} at {site}: must be a whole number, at least 1")
             if x < 2 and self.baseline == "loo": raise SomaError(f"dust n = {x} at {site}: leaving one out needs at least 2 draws; raise n, or use baseline='clean'")
@@ -65,7 +67,7 @@ class DustConfig:
 
     def of(self, name:str, site:str):
         "The setting `n`, `sigma` or `gamma` of a site: its own, its kind's, everyone's, or the default."
-        value, default, kind = getattr(self, name), _SITED[name], site.rsplit(".", 1)[1]
+        value, default, kind = getattr(self, name), _SITED[name], site.rsplit(".", 1)[-1]
         if not isinstance(value, dict): return value
         return value.get(site, value.get(kind, default[kind] if isinstance(default, dict) else default))
 
@@ -74,11 +76,14 @@ class DustConfig:
     @property
     def name(self)->str: "What a record calls this estimator."; return f"dust:{self.tier}{' + cv' if self.cv else ''}"
 
-    def sites(self, D:int)->list:
-        "Where an expert of D blocks gets noise, in the order of the forward; the last output needs none from tier B on."
-        found = [f"blocks.{i}.{kind}" for i in range(D) for kind in TIERS[self.tier]]
+    def sites(self, D:int, projected:bool=False)->list:
+        "Where an expert of D blocks gets noise, in the order of the forward: none where there is nothing to teach, or what there is is exact at the top."
+        kinds = [k for k in ("norm1", "gates", "hidden", "norm2", "up", "down") if k in (*TIERS[self.tier], *self.more)]
+        found = [f"blocks.{i}.{kind}" for i in range(D) for kind in kinds]
         for site in [s for name in _SITED if isinstance(getattr(self, name), dict) for s in getattr(self, name) if "." in s]: site_number(site, D)
-        found = found if self.tier == "A" else found[:-1]
+        ends = dict(embed=self.head == "delta", input=projected, norm=not self.top, read=projected and not self.top)
+        before, after = ([s for s in two if s in self.more and ends[s]] for two in (("embed", "input"), ("norm", "read")))
+        found = before + (found if self.tier == "A" else found[:-1]) + after
         for site in found: self._check("n", site, self.of("n", site))
         return found
 
@@ -164,7 +169,8 @@ def weight_gradients(clean,       # a clean pass
     "name -> float64 gradient of each matrix that feeds these sites."
     grad = {}
     for site, g in sites.items():
-        block, kind = site.rsplit(".", 1)
+        block, _, kind = site.rpartition(".")
+        if kind in MORE_SITES: continue   # not of a matrix in a block: `more_gradients`
         def seen(name): return clean.lanes(f"{block}.{name}") if isinstance(g, Lanes) else clean.activations[f"{block}.{name}"]
         if kind == "hidden": g = (Lanes.cell_trace if isinstance(g, Lanes) else cell_trace)(g, seen("gates"), seen("cell"), trace)
         if kind == "up": grad[f"{block}.w_up"] = outer(g, seen("norm2"))
@@ -202,6 +208,26 @@ def top_gradient(theta:dict, acts:dict,
     return Top(grad, ds.view(*targets.shape, -1))
 
 # %% ../nbs/06a_activations.ipynb #1e8338dc
+_TEACHES = dict(embed="E", input="proj_in", read="proj_out")  # a norm's site is called as its gain
+
+def more_gradients(clean,       # a clean pass
+                   sites:dict,  # site -> its gradient [B, T, K]; those in blocks' matrices are passed over
+                  )->dict:
+    "name -> float64 gradient of each gain and projection, and of E by its input path."
+    theta, seen, read, grad = clean.theta, clean.activations, clean.windows[:, :-1].long(), {}
+    for site, g in sites.items():
+        block, _, kind = site.rpartition(".")
+        if kind in MORE_SITES and isinstance(g, Lanes): g = g.rows()
+        if kind == "embed": grad["E"] = torch.zeros(theta["E"].shape, dtype=torch.float64).index_add_(0, read.flatten(), g.flatten(0, 1).double()) / read.numel()
+        elif kind == "input": grad["proj_in"] = outer(g, theta["E"][read])
+        elif kind == "read": grad["proj_out"] = outer(g, seen["norm"])
+        elif kind in MORE_SITES:
+            i = int(block[7:]) if block else clean.cfg.D   # the last norm stands where the next block's first would
+            x = seen[f"{block}.middle"] if kind == "norm2" else seen[f"blocks.{i - 1}.out"] if i else F.linear(theta["E"], theta["proj_in"])[read] if "proj_in" in theta else theta["E"][read]
+            grad[site] = ordered_sum((g * F.layer_norm(x, x.shape[-1:])).flatten(0, 1).T) / read.numel()
+    return grad
+
+# %% ../nbs/06a_activations.ipynb #497c6224
 def through(w:torch.Tensor,  # [O, I]
             x,               # [B, T, I]: rows, or lanes
             scale=None,      # [B, T, O], likewise
@@ -225,7 +251,7 @@ class ControlVariate:
     "What the guesses are learnt from: fading second moments of each site's estimate with the top's gradient. Part of a checkpoint."
     def __init__(self, model:ModelConfig, config:DustConfig):
         self.config, self.D, self.updates, self.off, self.explained = config, model.D, 0, None, {}
-        width = {s: model.d if site_number(s, model.D) % 2 else 4*model.d for s in config.sites(model.D)}
+        width = {s: site_width(model, s) for s in config.sites(model.D, model.projected)}
         self.cross = {s: torch.zeros(k, model.d, dtype=torch.float64) for s, k in width.items()}   # of ĝ (at `up`: less its slope) with δs
         self.second = torch.zeros(model.d, model.d, dtype=torch.float64)                           # of δs with itself
         self.maps = {s: c.clone() for s, c in self.cross.items()}                                  # A
@@ -275,7 +301,7 @@ class ControlVariate:
         for name, t in self.tensors().items(): t.copy_(tensors[name])
         self.updates, self.off, self.explained = state["updates"], state["off"], dict(state["explained"])
 
-# %% ../nbs/06a_activations.ipynb #8900d2f0
+# %% ../nbs/06a_activations.ipynb #3addd865
 def top_lanes(clean:CpuCleanPass, stream:bool=True)->Top:
     "As `top_gradient`, by the kernel; δs in lanes."
     theta, residual = clean.theta, clean.residual()
@@ -293,11 +319,11 @@ def site_lanes(clean:CpuCleanPass, site:str, draws:torch.Tensor, sigma:float, ga
     if guess: watch(power, left)
     return found
 
-# %% ../nbs/06a_activations.ipynb #c8a169d3
+# %% ../nbs/06a_activations.ipynb #a7e71878
 def trained(model:ModelConfig, config:DustConfig)->list:
     "Names of the parameters that an estimate has a gradient for, in canonical order, E last."
-    exact = {"norm", "proj_out"} if config.top else set()
-    return [n for n in body_shapes(model) if ".w_" in n or n in exact] + ["E"] * (config.head == "delta")
+    reached = {_TEACHES.get(s, s) for s in config.sites(model.D, model.projected)} | ({"norm", "proj_out"} if config.top else set())
+    return [n for n in body_shapes(model) if ".w_" in n or n in reached] + ["E"] * (config.head == "delta")
 
 def _one_batch(clean, first:int, config:DustConfig, state)->tuple:
     "(float64 gradients, what the control variate learns from) of one batch; draws are numbered from first · n."
@@ -306,14 +332,15 @@ def _one_batch(clean, first:int, config:DustConfig, state)->tuple:
     top = Top({}, None)
     if config.top or config.head == "delta": top = top_lanes(clean, config.top) if fast else top_gradient(theta, clean.activations, clean.windows[:, 1:], config.top)
     slopes = {f"{b}.up": clean.lanes(f"{b}.up").gelu_slope() if fast else gelu_slope(clean.activations[f"{b}.up"]) for b in blocks} if config.cv or config.tier == "C" else {}
-    for site in config.sites(clean.cfg.D):
+    for site in config.sites(clean.cfg.D, clean.cfg.projected):
         n, guess = config.of("n", site), state.guess(site, top.stream, slopes.get(site)) if config.cv else None
         found[site] = (site_lanes if fast else site_gradient)(clean, site, torch.arange(first*n, (first + 1)*n), config.of("sigma", site), config.of("gamma", site), config.baseline,
                                                               guess, lambda power, left: state.watch(site, power, left))
     sites = dict(found)
     if config.tier != "A": sites[f"{blocks[-1]}.down"] = top.stream
     if config.tier == "C": sites |= {f"{b}.up": through(theta[f"{b}.w_down"].T, sites[f"{b}.down"], slopes[f"{b}.up"]) for b in blocks}
-    return weight_gradients(clean, sites, config.trace) | top.grad, (found, top.stream, slopes)
+    grad, more = weight_gradients(clean, sites, config.trace) | top.grad, more_gradients(clean, found)
+    return grad | {n: g + grad.get(n, 0) for n, g in more.items()}, (found, top.stream, slopes)   # E's two paths add up
 
 def dust(objective:Objective,     # with `clean`: the paper's expert
          theta:dict,
@@ -324,7 +351,7 @@ def dust(objective:Objective,     # with `clean`: the paper's expert
         )->Estimate:
     "The gradient by noise at layers' outputs, for the names in `trained`; the losses are the clean pass's, [A, 1, 1, B]."
     if not hasattr(objective, "clean"): raise SomaError("dust: this objective has no loss of every byte (no `clean`); use ModuleDust with a loss [B, T], or spsa")
-    if config.cv and (state is None or list(state.cross) != config.sites(objective.cfg.D)):
+    if config.cv and (state is None or list(state.cross) != config.sites(objective.cfg.D, objective.cfg.projected)):
         raise SomaError("dust: a control variate needs its state, made for these sites; give state=ControlVariate(model, config), the same one in every update")
     grads, losses, lessons = [], [], []
     for a, windows in enumerate(batches):
@@ -336,27 +363,29 @@ def dust(objective:Objective,     # with `clean`: the paper's expert
     if config.cv: state.learn(lessons)
     return Estimate({n: _mean([g[n] for g in grads]).to(theta[n].dtype) for n in trained(objective.cfg, config)}, torch.stack(losses))
 
-# %% ../nbs/06a_activations.ipynb #a7e71878
+# %% ../nbs/06a_activations.ipynb #2735a729
 def share(model:ModelConfig, site:str)->float:
     "What a replay from a site costs, as a part of a forward: multiplications from the perturbed layer on."
-    number, d = site_number(site, model.D), model.d
+    d, (block, _, kind) = model.d, site.rpartition(".")
     stages = [(8 if i else 4)*d*d if part == "lstm" else 8*d*d for i in range(model.D) for part in ("lstm", "mlp")]   # the first input projection is a table
     stages.append(V*model.d_E + model.projected*d*model.d_E)
-    return sum(stages[2*(number // 4) + (0, 0, 1, 2)[number % 4]:]) / sum(stages)
+    begin = 2*int(block[7:]) + dict(norm2=1, up=1, down=2).get(kind, 0) if block else 2*model.D*(site in ("norm", "read"))
+    early = 4*d*d*(site in ("embed", "input", "blocks.0.norm1")) + model.projected*d*model.d_E*(site == "embed")   # which no table knows
+    return (sum(stages[begin:]) + early) / sum(stages)
 
 def byte_forwards(model:ModelConfig, config:DustConfig, B:int, T:int, A:int=1)->float:
     "Of one update: the clean pass, and every draw's replay (two of them when antithetic)."
-    return A*B*T * (1 + (1 + (config.baseline == "antithetic")) * sum(config.of("n", s) * share(model, s) for s in config.sites(model.D)))
+    return A*B*T * (1 + (1 + (config.baseline == "antithetic")) * sum(config.of("n", s) * share(model, s) for s in config.sites(model.D, model.projected)))
 
 def operations(model:ModelConfig, config:DustConfig, B:int, T:int, A:int=1)->dict:
     "Of one update by part: forwards, products, head and control variate (while it learns every update)."
-    d, bytes, widths = model.d, A*B*T, {s: model.d if site_number(s, model.D) % 2 else 4*model.d for s in config.sites(model.D)}
-    inside = 8*d*d*model.D if config.tier == "C" else 0
+    d, bytes, widths = model.d, A*B*T, {s: site_width(model, s) for s in config.sites(model.D, model.projected)}
+    inside = (8*d*d*model.D if config.tier == "C" else 0) + sum(2*d*model.d_E if s in ("input", "read") else 2*k for s, k in widths.items() if s.rsplit(".")[-1] in MORE_SITES)
     head = 2*V*model.d_E * ((config.top or config.head == "delta") + config.top + (config.head == "delta")) + config.top*model.projected*4*d*model.d_E
     cv = sum(4*k*d + 2*k*config.of("n", s) for s, k in widths.items()) + 2*d*d if config.cv else 0
     return dict(forwards=byte_forwards(model, config, B, T, A) * ops_per_token(model), products=bytes * (32*model.D*d*d + inside), head=bytes * head, cv=bytes * cv)
 
-# %% ../nbs/06a_activations.ipynb #05b4974f
+# %% ../nbs/06a_activations.ipynb #69cc554e
 def lstm_steps(m:nn.LSTM, x:torch.Tensor, state=None, noise=None)->tuple:
     "One-layer nn.LSTM byte by byte, with noise [B, T, H] at its hidden output: hidden [B, T, H], gates [B, T, 4H], cell [B, T, H]."
     zero = x.new_zeros(len(x), m.hidden_size)

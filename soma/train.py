@@ -40,7 +40,7 @@ def dust_config(cfg:TrainConfig, model:ModelConfig, device="cpu")->DustConfig|No
     if torch.device(device).type != "cpu": raise SomaError(f"--device {device}: {cfg.estimator} runs on the CPU; use --device cpu, or --estimator spsa")
     try: config = DustConfig(tier=cfg.estimator[5], cv=cfg.estimator.endswith(" + cv"), head=cfg.head, **cfg.dust)
     except (TypeError, ValueError) as e: raise SomaError(f"dust = {cfg.dust}: {e}; give numbers, or numbers by site") from None
-    config.sites(model.D)
+    config.sites(model.D, model.projected)
     return config
 
 def update_operations(model:ModelConfig, cfg:TrainConfig)->int:
@@ -189,7 +189,7 @@ def load_theta(folder)->tuple:
 # %% ../nbs/08_train.ipynb #08550a80
 def identity(cfg:TrainConfig, model:ModelConfig, theta:dict, store:Store, train_idx, valid_idx)->dict:
     "What must be equal for a checkpoint to be continued."
-    train = {k: v for k, v in as_config(cfg).items() if k != "updates"}
+    train = json.loads(json.dumps({k: v for k, v in as_config(cfg).items() if k != "updates"}))   # a tuple comes back as a list
     shard = hashlib.sha256(np.asarray(train_idx, "<i8").tobytes() + b"/" + np.asarray(valid_idx, "<i8").tobytes()).hexdigest()
     return dict(model=asdict(model), train=train, corpus=store.sha256, shard=shard, start=digest(theta))
 

@@ -10,7 +10,7 @@ from soma.core import Key, ModelConfig, TrainConfig
 from soma.estimators import Estimate, delta_rule, spsa, spsa_summed
 from soma.inference import Ensemble
 from soma.kernels import expert_objective
-from soma.models import ExpertObjective, body_layout, init_params, ordered_sum, tiles, token_losses, window_losses
+from soma.models import MORE_SITES, ExpertObjective, body_layout, init_params, ordered_sum, tiles, token_losses, window_losses
 from soma.optim import adam, adam_step
 from soma.probes import PROBES, probe_family, weighted_sum
 
@@ -101,7 +101,7 @@ def test_an_update(size):
     found = same(f, (1, 5))
     assert not torch.equal(found["1.blocks.0.w_ih"], theta["blocks.0.w_ih"]) and found["0.norm"].dtype == torch.float32
 
-@pytest.mark.parametrize("tier, cv, more", [("A", False, dict(n=3, baseline="loo")), ("B", True, dict(warmup=1, ridge=2.)), ("C", False, dict(n=2, noise="gaussian"))])
+@pytest.mark.parametrize("tier, cv, more", [("A", False, dict(n=3, baseline="loo", more=MORE_SITES)), ("B", True, dict(warmup=1, ridge=2.)), ("C", False, dict(n=2, noise="gaussian"))])
 @pytest.mark.parametrize("make, size", [(ExpertObjective, "d = 7"), *((expert_objective, size) for size in SIZES)], ids=("reference", *SIZES))
 def test_noise_at_outputs(make, size, tier, cv, more):
     "Two updates' gradients and losses, and what the control variate learns."

@@ -7,7 +7,7 @@ import torch
 import soma.kernels as kernels
 from soma.core import Key, ModelConfig, SomaError
 from soma.kernels import CpuObjective, expert_objective, kernel
-from soma.models import SITES, ExpertObjective, body_layout, init_params, ordered_sum
+from soma.models import ExpertObjective, all_sites, body_layout, init_params, ordered_sum
 
 KEY = Key(3, 8)
 
@@ -105,7 +105,7 @@ def test_narrower_vectors_give_the_same_numbers(target):
     assert (narrow.token_losses(theta, windows) - exact).abs().max() < 2e-6
     assert torch.equal(narrow.combine(torch.arange(3.0), "rademacher", KEY, torch.arange(3)), CpuObjective(cfg).combine(torch.arange(3.0), "rademacher", KEY, torch.arange(3)))
     wide, clean = CpuObjective(cfg).clean(theta, windows, KEY), narrow.clean(theta, windows, KEY)
-    for site in ("blocks.0.gates", "blocks.1.down"):   # the noise is the same noise, however many lanes a vector has
+    for site in ("blocks.0.gates", "blocks.1.down", "embed", "blocks.0.norm1"):   # the noise is the same noise, however many lanes a vector has
         assert (clean.site_losses(site, torch.arange(2), 0.3) - wide.site_losses(site, torch.arange(2), 0.3)).abs().max() < 5e-6
         rewards = torch.ones(2, 37, 8, dtype=torch.float64)
         assert torch.equal(clean.site_sum(site, torch.arange(2), rewards), wide.site_sum(site, torch.arange(2), rewards))
@@ -113,9 +113,9 @@ def test_narrower_vectors_give_the_same_numbers(target):
 def test_a_sequence_s_noise_is_its_own():
     cfg = ModelConfig(9, 1, 9)
     theta, windows, o = moved(cfg, 3), text(70, 6), CpuObjective(cfg)
-    for kind in SITES:
-        whole = o.clean(theta, windows, KEY).site_losses(f"blocks.0.{kind}", torch.tensor([7, 2]), 0.2)
-        assert torch.equal(o.clean(theta, windows[:18], KEY).site_losses(f"blocks.0.{kind}", torch.tensor([2]), 0.2)[0], whole[1, :18])
+    for site in all_sites(1):
+        whole = o.clean(theta, windows, KEY).site_losses(site, torch.tensor([7, 2]), 0.2)
+        assert torch.equal(o.clean(theta, windows[:18], KEY).site_losses(site, torch.tensor([2]), 0.2)[0], whole[1, :18])
     with pytest.raises(SomaError, match="blocks.0.gates"): o.clean(theta, windows, KEY).site_losses("blocks.1.gates", torch.arange(1), 0.1)
     with pytest.raises(SomaError, match="65,535"): o.clean(theta, windows, KEY).site_losses("blocks.0.up", torch.tensor([2**16]), 0.1)
     with pytest.raises(SomaError, match="rademacher, gaussian"): o.clean(theta, windows, KEY, "uniform")

@@ -56,6 +56,10 @@ template <int NV> struct Forward {
   float* clean_at(const Tile<NV>& tile, int f, long t, int width) const { return clean[f] ? clean[f] + ((size_t)tile.first * tile.T + t * L) * width : nullptr; }
   float* field(const Tile<NV>& tile, int f, long t, int width) const { return clean && !site ? clean_at(tile, f, t, width) : nullptr; }
   bool noisy(int block, int kind) const { return site && site->block == block && site->kind == kind; }
+  void disturb(vf* to, const Tile<NV>& tile, long t) {  // to += sigma · the site's noise
+    noise->draw(site_number, draw, t, tile.first);
+    for (int k = 0; k < site->width; k++) for (int v = 0; v < NV; v++) to[k * NV + v] += noise->at(k, v, splat(sigma));
+  }
 
   void embed(const Table& table, const uint8_t* row) {
     const float* from[L];
@@ -68,13 +72,28 @@ template <int NV> struct Forward {
       }
   }
 
+  // Noise on what the first block is given: there, or before the input projection, which passes it on.
+  void disturb_input(const Model& m, const Tile<NV>& tile, long t) {
+    if (noisy(0, INPUT) || noisy(0, EMBED) && !s.projected()) return disturb(x, tile, t);
+    if (!noisy(0, EMBED)) return;
+    std::fill(read, read + s.dE * NV, vf{});
+    disturb(read, tile, t);
+    matrix<NV>(m.proj_in, s.d, s.dE, read, Zero(), [&](int first, auto& acc) INLINED {
+      constexpr int N = sizeof acc / sizeof acc[0];
+      UNROLL for (int o = 0; o < N; o++) UNROLL for (int v = 0; v < NV; v++) x[(first + o) * NV + v] += acc[o][v];
+    });
+  }
+
   // x += LSTM(norm(x)); h and c move on.
   void lstm(const Model& m, int l, const Table* table, const Tile<NV>& tile, long t) {
     const Layers& b = m.blocks[l];
     const int d = s.d;
     vf *h = state + (2 * l + t % 2) * (size_t)wide * NV, *next = state + (2 * l + 1 - t % 2) * (size_t)wide * NV, *c = cells + (size_t)l * wide * NV;
-    const bool read_norm = l > 0 || !TABLE || field(tile, F_NORM1, t, d);
+    const bool fresh = TABLE && l == 0 && site && site->early();  // no table knows the noise; added where the table's row would be, for the same bits without noise
+    const bool read_norm = l > 0 || !TABLE || fresh || field(tile, F_NORM1, t, d);
     if (read_norm) normalise<NV>(x, b.gain1, d, n);
+    if (noisy(l, NORM1)) disturb(n, tile, t);
+    if (fresh) matrix<NV>(b.w_ih, 4 * d, d, n, Zero(), [&](int first, auto& acc) INLINED { memcpy(hid + (size_t)first * NV, acc, sizeof acc); });
     keep(field(tile, l * FIELDS + F_NORM1, t, d), n, d);
     const float* from[L];
     if (l == 0) for (int i = 0; i < L; i++) from[i] = table->projection.get() + (size_t)tile.row.get()[t * L + i] * table->gates;
@@ -91,7 +110,8 @@ template <int NV> struct Forward {
       },
       [&](int first, auto& acc) INLINED {
         constexpr int N = sizeof acc / sizeof acc[0];
-        if (TABLE && l == 0)
+        if (fresh) UNROLL for (int o = 0; o < N; o++) UNROLL for (int v = 0; v < NV; v++) acc[o][v] += hid[(size_t)(first + o) * NV + v];
+        else if (TABLE && l == 0)
           UNROLL for (int v = 0; v < NV; v++)
             UNROLL for (int o = 0; o < N; o += 4) {
               vf four[4];
@@ -122,6 +142,7 @@ template <int NV> struct Forward {
     const Layers& b = m.blocks[l];
     const int d = s.d;
     normalise<NV>(x, b.gain2, d, n);
+    if (noisy(l, NORM2)) disturb(n, tile, t);
     keep(field(tile, l * FIELDS + F_NORM2, t, d), n, d);
     const bool on_up = noisy(l, UP);
     if (on_up) noise->draw(site_number, draw, t, tile.first);
@@ -165,15 +186,17 @@ template <int NV> struct Forward {
     Nats<NV> nats;
     const double poison = m.finite && head.finite ? 0.0 : NAN;
     for (long t = 0; t < tile.T; t++) {
-      if (start == 0) embed(*table, tile.row.get() + t * L);
+      if (start == 0) embed(*table, tile.row.get() + t * L), disturb_input(m, tile, t);
       else begin(tile, start, t);
       for (int l = 0; l < s.D; l++) {
         if (start <= 2 * l) lstm(m, l, table, tile, t);
         if (start <= 2 * l + 1) mlp(m, l, tile, t);
       }
       normalise<NV>(x, m.gain, s.d, s.projected() ? n : read);
+      if (noisy(s.D, NORM)) disturb(s.projected() ? n : read, tile, t);
       keep(field(tile, last, t, s.d), s.projected() ? n : read, s.d);
       if (s.projected()) matrix<NV>(m.proj_out, s.dE, s.d, n, Zero(), [&](int first, auto& acc) INLINED { memcpy(read + (size_t)first * NV, acc, sizeof acc); });
+      if (noisy(s.D, READ)) disturb(read, tile, t);
       keep(field(tile, last + 1, t, s.dE), read, s.dE);
       if (out.hidden) show(out.hidden, tile, t);
       if (!out.sum && !out.token) continue;
@@ -194,9 +217,7 @@ template <int NV> struct Forward {
   void begin(const Tile<NV>& tile, int start, long t) {
     const int l = (start - 1) / 2;
     recall(x, clean_at(tile, l * FIELDS + (start % 2 ? F_MIDDLE : F_OUT), t, s.d), s.d);
-    if (!noisy(l, DOWN)) return;
-    noise->draw(site_number, draw, t, tile.first);
-    for (int k = 0; k < s.d; k++) for (int v = 0; v < NV; v++) x[k * NV + v] += noise->at(k, v, splat(sigma));
+    if (noisy(l, DOWN)) disturb(x, tile, t);
   }
 
   void show(float* hidden, const Tile<NV>& tile, long t) const {

@@ -1,13 +1,20 @@
-// Activation noise. A site is a linear layer's output or an LSTM's hidden output; in each block: the gates before their squashing, h, the MLP's hidden
-// layer before its GELU, and the MLP's output. Unit k at byte t of sequence b in one draw: counter (block of k, t, b, stream + 2^8·site + 2^16·draw).
+// Activation noise. A site is a layer's output; in each block: the gates before their squashing, h, the MLP's hidden layer before its GELU, and the
+// MLP's output. Numbered behind all of these: the embedding's rows, the input projection's output, the last norm's, what the decoder reads; then each
+// block's two norms. Unit k at byte t of sequence b in one draw: counter (block of k, t, b, stream + 2^8·site + 2^16·draw).
 #pragma once
 #include "model.h"
 
-enum SiteKind { GATES = 0, HIDDEN = 1, UP = 2, DOWN = 3 };
+enum SiteKind { GATES, HIDDEN, UP, DOWN, EMBED, INPUT, NORM, READ, NORM1, NORM2 };
 struct Site {
   int block, kind, width;
-  Site(Shape s, int number) : block(number / 4), kind(number % 4), width(kind == HIDDEN || kind == DOWN ? s.d : 4 * s.d) {}
-  int stage() const { return 2 * block + (kind == UP ? 1 : kind == DOWN ? 2 : 0); }  // where a replay begins: 2l is block l's LSTM, 2l + 1 its MLP
+  Site(Shape s, int number) : block(number / 4), kind(number % 4) {
+    const int more = number - 4 * s.D;
+    if (more >= 4) block = (more - 4) / 2, kind = NORM1 + more % 2;
+    else if (more >= 0) block = more < 2 ? 0 : s.D, kind = EMBED + more;
+    width = kind == GATES || kind == UP ? 4 * s.d : kind == EMBED || kind == READ ? s.dE : s.d;
+  }
+  int stage() const { return 2 * block + (kind == UP || kind == NORM2 ? 1 : kind == DOWN ? 2 : 0); }  // where a replay begins: 2l is block l's LSTM, 2l + 1 its MLP
+  bool early() const { return block == 0 && (kind == EMBED || kind == INPUT || kind == NORM1); }      // before the first layer's input projection
 };
 
 enum NoiseFamily { SIGNS = 0, NORMAL = 1 };
