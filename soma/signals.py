@@ -20,7 +20,7 @@ from .backprop import bptt, save_sharded, stack
 from .core import ModelConfig, SomaError, TrainConfig
 from .data import Store, batch, build_store, shipped_corpus
 from .kernels import expert_objective
-from .models import init_params, site_number, token_losses
+from .models import init_params, site_number, site_width, token_losses
 from .probes import layout_of, site_noise
 from .train import Run
 from .variance import Measured, ProbeSample, jackknife
@@ -34,8 +34,9 @@ def token_gradients(theta:dict,            # parameters, without a leading axis
                     rows:torch.Tensor|None=None,  # [R, T]: weights of the losses in each sum that is differentiated; None: every loss by itself
                    )->dict:
     "site -> float64 [R, B, T, K]: gradients by the site's output at every byte."
-    d, D, (B, T) = len(theta["norm"]), sum(n.endswith("w_hh") for n in theta), (len(windows), windows.shape[1] - 1)
-    nudge = {s: torch.zeros(B, T, d if site_number(s, D) % 2 else 4*d, dtype=torch.float64, requires_grad=True) for s in sites}
+    model, (B, T) = ModelConfig(len(theta["norm"]), sum(n.endswith("w_hh") for n in theta), theta["E"].shape[1]), (len(windows), windows.shape[1] - 1)
+    for s in sites: site_number(s, model.D)   # is it one?
+    nudge = {s: torch.zeros(B, T, site_width(model, s), dtype=torch.float64, requires_grad=True) for s in sites}
     at_byte = {s: a.unbind(1) for s, a in nudge.items()}
     def at(name, value, t=None): return value if name not in nudge else value + (nudge[name] if t is None else at_byte[name][t])
     losses = token_losses({n: x.double() if n == "E" else x.double()[None] for n, x in theta.items()}, windows[None], at)[0].sum(0)
